@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -137,23 +138,66 @@ def test_the_scale_is_ordered_for_every_eye(browser: Chromium, path: Path, kind:
         assert min(b - a for a, b in pairwise(luminance)) > 0.004
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", others_slow(EYES, "deuteranopia"))
-def test_more_and_less_differ_for_every_eye(browser: Chromium, path: Path, kind: str) -> None:
-    """The scale of B − A: palest at 0, darker to both ends, and one end is not the other."""
-    with browser.open(path) as opened:
+def test_more_and_less_differ_for_every_eye(
+    browser: Chromium, path: Path, kind: str, scheme: str
+) -> None:
+    """The scale of B − A: nearest to the paper at 0, farther to both ends, which differ."""
+    with browser.open(path, color_scheme=scheme) as opened:
         opened.do("headwise.app.compareWith({ scan: 0, layer: 2, head: 3 })", "s.mode === 'diff'")
         opened.poll("document.querySelectorAll('.legend .swatch').length > 4")
         stops = opened.page.evaluate(
-            "[...document.querySelectorAll('.legend .swatch')]"
+            "[...document.querySelectorAll('.map .legend .swatch')]"
             ".map((swatch) => getComputedStyle(swatch).backgroundColor)"
         )
         colours = seen(opened, stops, kind)
         luminance, middle = [_luminance(colour) for colour in colours], len(stops) // 2
-        assert luminance[: middle + 1] == sorted(luminance[: middle + 1])
-        assert luminance[middle:] == sorted(luminance[middle:], reverse=True)
-        for n in range(middle - 1):
+        is_dark = scheme == "dark"
+        assert luminance[: middle + 1] == sorted(luminance[: middle + 1], reverse=is_dark)
+        assert luminance[middle:] == sorted(luminance[middle:], reverse=not is_dark)
+        for n in range(middle):
             less, more = colours[n], colours[-1 - n]
             assert max(abs(a - b) for a, b in zip(less, more, strict=True)) > 40
+            for end in (n, -1 - n):  # 3 is the least contrast of what is no text
+                assert _contrast(luminance[end], luminance[middle]) >= (3 if n == 0 else 1.5)
+
+
+def _contrast(a: float, b: float) -> float:
+    """The contrast of two luminances, as WCAG 2 defines it."""
+    return (max(a, b) + 0.05) / (min(a, b) + 0.05)
+
+
+@pytest.mark.parametrize("mode", ["A", "diff"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_arcs_are_seen_on_the_paper(browser: Chromium, path: Path, scheme: str, mode: str) -> None:
+    with browser.open(path, color_scheme=scheme) as opened:
+        opened.do(
+            "headwise.app.compareWith({ scan: 0, layer: 2, head: 3 });"
+            f"headwise.app.set({{ mode: '{mode}', token: 7 }})",
+            f"s.mode === '{mode}' && s.token === 7",
+        )
+        kinds = {"A": [""], "diff": ["", "less"]}[mode]
+        strokes = opened.page.locator(".text .arcs").first.evaluate(
+            """(svg, kinds) => kinds.map((kind) => {
+              const path = document.createElementNS(svg.namespaceURI, "path");
+              path.setAttribute("class", kind);
+              svg.append(path);
+              const { stroke, strokeOpacity } = getComputedStyle(path);
+              return [stroke, strokeOpacity];
+            })""",
+            kinds,
+        )
+        paper = opened.page.locator(".text .pane").first.evaluate(
+            "(pane) => getComputedStyle(pane).backgroundColor"
+        )
+        for stroke, opacity in strokes:
+            assert opacity == "1"
+            assert _contrast(*(_luminance(_channels(each)) for each in (stroke, paper))) >= 3
+
+
+def _channels(colour: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", colour)[:3])
 
 
 def _pixels(png: bytes) -> list[tuple[int, ...]]:

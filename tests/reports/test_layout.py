@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from headwise import scan as scan_model
+from headwise.models import tiny
 from headwise.reports.page import save_scan_page
+from headwise.reports.report import ScanReport
+from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from tests.quick import others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import gpt2_sized
@@ -93,6 +98,24 @@ def test_in_a_narrow_window_map_and_text_share_the_first_screen(
         assert is_inside(box(opened, "[data-part=map] canvas"), 900, 700)
         assert is_inside(box(opened, ".text .scroller"), 900, 700)
         assert area(opened, "[data-part=map] canvas") >= 0.2 * 900 * 700
+        for fact in range(3):
+            assert is_inside(box(opened, f".facts dd >> nth={fact}"), 900, 700)
+
+
+@pytest.mark.parametrize("touch", [False, True])
+def test_on_a_phone_the_map_takes_the_width(browser: Chromium, path: Path, touch: bool) -> None:
+    options = {"has_touch": touch, "is_mobile": touch}
+    with browser.open(path, width=390, height=844, address="#h=1.0&t=7", **options) as opened:
+        left, top, right, bottom = box(opened, "[data-part=map] canvas")
+        assert right - left == bottom - top >= 0.8 * 370
+
+
+def test_what_is_said_about_the_page_moves_nothing(browser: Chromium, path: Path) -> None:
+    with browser.open(path, width=390, height=844) as opened:
+        before = box(opened, "[data-part=map] canvas")
+        opened.page.click(".about summary")
+        assert is_inside(box(opened, ".about .notes"), 390, 844)
+        assert box(opened, "[data-part=map] canvas") == before
 
 
 @pytest.mark.parametrize("order", ["layers", "links"])
@@ -134,6 +157,92 @@ def test_columns_out_of_sight_fade_the_edge(browser: Chromium, large: Path) -> N
         opened.poll(f"!document.querySelector('{cells}').matches('[data-more]')")
     with browser.open(large, width=1440, height=900) as opened:
         assert not opened.page.locator(f"{cells}[data-more]").count()
+
+
+# The texts that an element on the way up cuts, that are wider than their block, or that leave the
+# window. A text may end early where a title has it whole; the row of heads is one that scrolls.
+CUT_TEXTS = """() => {
+  const root = document.querySelector(".headwise"), all = [];
+  const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+  const isBlock = (each) => !["inline", "contents"].includes(getComputedStyle(each).display);
+  const within = (rect, box) => rect.left >= box.left - 1 && rect.right <= box.right + 1;
+  const fault = (text, rect) => {
+    const parent = text.parentElement;
+    const svg = parent.closest("svg");
+    if (svg) return within(rect, svg.getBoundingClientRect()) ? null : "left of its drawing";
+    let block = parent;
+    while (!isBlock(block)) block = block.parentElement;
+    if (!within(rect, block.getBoundingClientRect())) return "wider than its block";
+    for (let at = parent; at !== root; at = at.parentElement) {
+      const { overflowX, overflowY, display } = getComputedStyle(at);
+      const box = at.getBoundingClientRect();
+      if (display.startsWith("inline") || at.matches(".cells")) continue;
+      const isOut = rect.right < box.left + 1 || rect.left > box.right - 1;
+      if (overflowX === "auto" && isOut) return null; // of a card in another place of the row
+      if (overflowX !== "visible" && !within(rect, box)) return `cut by ${at.className}`;
+      const isHigh = rect.top < box.top - 2 || rect.bottom > box.bottom + 2;
+      if (overflowY === "hidden" && isHigh) return `cut below by ${at.className}`;
+    }
+    const page = { left: 0, right: innerWidth };
+    return parent.closest(".cells") || within(rect, page) ? null : "out of the window";
+  };
+  while (walker.nextNode()) {
+    const text = walker.currentNode, parent = text.parentElement, words = text.data.trim();
+    if (!words || !parent.checkVisibility() || parent.closest("option, .unseen")) continue;
+    if (parent.closest("[title]")?.title.includes(words)) continue;
+    const range = document.createRange();
+    range.selectNodeContents(text);
+    const faults = [...range.getClientRects()].map((rect) => rect.width && fault(text, rect));
+    const first = faults.find(Boolean);
+    if (first) all.push(`${words.slice(0, 40)}: ${first}`);
+  }
+  return all;
+}"""
+SHOWN: dict[str, str] = {
+    "head": "headwise.app.set({ token: 40 })",
+    "zoomed": "headwise.app.set({ zoom: [4, 0, 0] })",
+    "values": "headwise.app.set({ order: 'value', zoom: [1, 0, 0] })",
+    "maps": "headwise.app.set({ order: 'maps' })",
+    "links": "headwise.app.set({ order: 'links' })",
+    "pair": "headwise.app.set({ second: 3 })",
+    "strongest": "headwise.app.set({ order: 'strongest', second: null })",
+    "search": "headwise.app.set({ order: 'layers', search: 'a' })",
+    "layer": "headwise.app.chooseLayer(1)",
+    "layers": "headwise.app.compareLayers(2)",
+    "difference": "headwise.app.compareWith({ scan: 0, layer: 2, head: 3 })",
+    "both": "headwise.app.set({ mode: 'both' })",
+    "choosing": "headwise.app.choosing(true)",
+    "about": "document.querySelector('.about').open = true",
+    "export": "document.querySelector('[data-part=export-opener]').click()",
+}
+SIZES = [(1440, 900), (900, 700), (390, 844)]
+
+
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A scan with every statistic and with long words."""
+    model, ids = tiny.load(), tiny.encode("the quick brown fox jumps over the lazy dog. " * 2)[None]
+    scan = scan_model(model, ids, statistics=["standard", Map(128), TopKeysOfEveryQuery()])
+    words = ("conversations", "“", "Alice", "considering", ",", "daisy", "it", "waistcoat")
+    report = ScanReport.of(scan, name_of=lambda token: words[token % len(words)])
+    page = tmp_path_factory.mktemp("worded") / "page.html"
+    return save_scan_page(page, replace(report, title="all-MiniLM-L6-v2-of-a-long-name"))
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_no_text_is_cut(browser: Chromium, worded: Path, width: int, height: int) -> None:
+    tabs = ("heads", "map", "facts", "text") if width < 700 else ("map",)
+    faults = set()
+    with browser.open(worded, width=width, height=height) as opened:
+        for name, script in SHOWN.items():
+            opened.page.evaluate(script)
+            for tab in tabs:
+                opened.do(f"headwise.app.set({{ tab: '{tab}' }}, 'replace')", f"s.tab === '{tab}'")
+                opened.page.wait_for_timeout(60)
+                cut = opened.page.evaluate(CUT_TEXTS)
+                faults |= {f"{name}, {tab}: {each}" for each in cut}
+        assert opened.complaints == []
+    assert sorted(faults) == []
 
 
 @pytest.mark.parametrize("width", [390, 900, 1280, 1440])

@@ -1,4 +1,4 @@
-/** Colour scales: viridis for weights, brown to teal around zero for differences. */
+/** Colour scales: viridis for weights, brown to teal around the colour of the paper for differences. */
 
 import { interpolateBrBG, interpolateViridis } from "d3-scale-chromatic";
 
@@ -19,6 +19,17 @@ function parse(colour: string): RGB {
 
 const VIRIDIS = palette(interpolateViridis);
 const DIVERGING = palette(interpolateBrBG);
+const ON_DARK = palette(between(["#ffdca3", "#b87416", "#20252b", "#148a80", "#8ff0e2"].map(parse)));
+
+/** Return the way through colours at equal distances, along straight lines. */
+function between(colours: RGB[]): (position: number) => string {
+  return (position) => {
+    const at = position * (colours.length - 1);
+    const first = Math.min(Math.floor(at), colours.length - 2);
+    const [from, to] = [colours[first], colours[first + 1]] as [RGB, RGB];
+    return css(from.map((channel, n) => Math.round(channel + (at - first) * ((to[n] ?? 0) - channel))) as RGB);
+  };
+}
 
 const step = (position: number): number =>
   Math.round(Math.min(1, Math.max(0, position)) * (STEPS - 1));
@@ -26,10 +37,12 @@ const step = (position: number): number =>
 /** Return the colour of a position from 0 to 1. */
 export const viridis = (position: number): RGB => VIRIDIS[step(position)] as RGB;
 
-/** Return the colour of a position from −1 to 1; 0 is the neutral middle. */
-export const diverging = (position: number): RGB => DIVERGING[step((position + 1) / 2)] as RGB;
+/** Return the colour of a position from −1 to 1; 0 is near the colour of the paper, light or dark. */
+export const diverging = (position: number, isDark = false): RGB => (isDark ? ON_DARK : DIVERGING)[step((position + 1) / 2)] as RGB;
 
-export const css = (colour: RGB): string => `#${colour.map((channel) => channel.toString(16).padStart(2, "0")).join("")}`;
+export function css(colour: RGB): string {
+  return `#${colour.map((channel) => channel.toString(16).padStart(2, "0")).join("")}`;
+}
 
 /** Return black or white, by the larger contrast (relative luminance of WCAG 2). */
 export function ink(colour: RGB): "#000" | "#fff" {

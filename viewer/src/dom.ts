@@ -71,6 +71,12 @@ export function fitCanvas(
   return context;
 }
 
+/** The scheme of the system, which may change. */
+export const DARK = matchMedia("(prefers-color-scheme: dark)");
+
+/** True on dark paper, of the system or of a notebook. */
+export const isDark = (within: Element): boolean => getComputedStyle(within).getPropertyValue("--is-dark") === "1";
+
 /** Return a function that runs `act` at most once a frame, with the last arguments. */
 export function eachFrame<A extends unknown[]>(act: (...given: A) => void): (...given: A) => void {
   let last: A | null = null;

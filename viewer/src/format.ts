@@ -70,6 +70,9 @@ export function short(statistic: Statistic, value: number | null): string {
 export const range = (first: number, last: number): string =>
   first === last ? count(first) : `${count(first)} to ${count(last)}`;
 
+/** Put a word into quotation marks: single ones around a word that has double ones. */
+export const inQuotes = (word: string): string => (/["“”„]/.test(word) ? `‘${word}’` : `“${word}”`);
+
 /** Return a token as it can be shown: what a reader would not see has a name. */
 export function visible(word: string): string {
   const shown = Array.from(word.length > 4 * MOST_SHOWN ? word.slice(0, 4 * MOST_SHOWN) : word)

@@ -2,7 +2,7 @@
 
 import { App } from "./app";
 import type { PageMeta } from "./contract";
-import { button, element } from "./dom";
+import { DARK, button, element } from "./dom";
 import { nameOf } from "./heads";
 import { positionOf } from "./maps";
 import { Compare } from "./parts/compare";
@@ -26,10 +26,10 @@ const TABS: [Tab, string][] = [["heads", "Heads"], ["map", "Map"], ["facts", "Fa
 function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): void {
   const role = keysOf === document ? "main" : null;
   const search = new Search(app);
-  const header = new Header(app);
-  const keys = new Keys(app, search, header);
   const tools = element("div", { class: "tools" });
-  const compare = new Compare(app, tools);
+  const header = new Header(app, tools);
+  const keys = new Keys(app, search, header);
+  const compare = new Compare(app);
   const map = new MapPart(app, compare.root, command(app));
   const grid = new Grid(app);
   const files = new Export(app, grid);
@@ -109,6 +109,7 @@ async function startPage(root: HTMLElement, meta: PageMeta): Promise<void> {
   // The empty parts appear first, and no task of the start is long.
   await new Promise((resume) => setTimeout(resume));
   await app.refresh();
+  DARK.addEventListener("change", () => void app.refresh());
   performance.mark("headwise-ready");
 }
 
@@ -127,7 +128,7 @@ function render({ model, el }: { model: WidgetModel; el: HTMLElement }): () => v
   mount(root, app, root);
   followWidget(model, app);
   void app.refresh();
-  return settle(root);
+  return settle(root, () => void app.refresh());
 }
 
 export default { render };

@@ -2,6 +2,7 @@
 
 import type { App } from "./app";
 import type { PageMeta } from "./contract";
+import { DARK } from "./dom";
 import { type ExactRow, type RowAsker, Source } from "./source";
 
 export interface WidgetModel {
@@ -75,18 +76,24 @@ function themeOf(body: HTMLElement): "light" | "dark" | null {
   return null;
 }
 
-/** Give an element the theme and the keys of a notebook; the returned function ends this. */
-export function settle(root: HTMLElement): () => void {
+/** Give an element the theme and the keys of a notebook, and draw again in another; the returned function ends this. */
+export function settle(root: HTMLElement, draw: () => void): () => void {
   // Else "x" would cut the cell.
   root.dataset["lmSuppressShortcuts"] = "true";
   root.addEventListener("keydown", (event) => event.stopPropagation());
   const follow = (): void => {
+    const before = root.dataset["theme"];
     const theme = themeOf(document.body);
     if (theme) root.dataset["theme"] = theme;
     else delete root.dataset["theme"];
+    if (root.dataset["theme"] !== before) draw();
   };
   const observer = new MutationObserver(follow);
   observer.observe(document.body, { attributes: true });
+  DARK.addEventListener("change", draw);
   follow();
-  return () => observer.disconnect();
+  return () => {
+    observer.disconnect();
+    DARK.removeEventListener("change", draw);
+  };
 }

@@ -4,7 +4,7 @@ import { scaleLinear } from "d3-scale";
 import type { App } from "../app";
 import { css, diverging } from "../colours";
 import { shape } from "../dom";
-import { change, count, percent, range, visible } from "../format";
+import { change, count, inQuotes, percent, range, visible } from "../format";
 import type { Text } from "../text";
 import { type Entry, type Seen, marked } from "../view";
 import { inRow, titleOf } from "./map";
@@ -44,7 +44,7 @@ function shownBars(view: Seen): Entry[] {
 
 function nameOf(view: Seen, { first, last }: Entry, text: Text | null): string {
   if (first !== last) return `tokens ${range(first, last)}`;
-  return text?.isKnown ? `“${visible(text.word(view.state.sequence, first))}” at ${count(first)}` : `token ${count(first)}`;
+  return text?.isKnown ? `${inQuotes(visible(text.word(view.state.sequence, first)))} at ${count(first)}` : `token ${count(first)}`;
 }
 
 /** Leave room for a letter above a drawing. */

@@ -15,10 +15,7 @@ export class Compare implements Part {
   private readonly opener = button("compare", { "data-part": "compare-with" }, () => this.app.choosing(!this.app.isChoosing));
   private readonly others: HTMLSelectElement;
 
-  constructor(
-    private readonly app: App,
-    tools: HTMLElement,
-  ) {
+  constructor(private readonly app: App) {
     this.others = select("compare with", [], (value) => this.chooseOther(value));
     for (const [mode, words] of [["A", "A"], ["B", "B"], ["both", "A and B"], ["diff", "B − A"]] as const) {
       const choice = button(words, {}, () => app.set({ mode }));
@@ -26,7 +23,7 @@ export class Compare implements Part {
       this.modes.append(choice);
     }
     rovingFocus(this.modes, () => 1);
-    this.root.append(this.title, this.opener, this.modes, this.others, tools);
+    this.root.append(this.title, this.opener, this.modes, this.others);
   }
 
   private chooseOther(value: string): void {

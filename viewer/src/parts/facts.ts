@@ -5,7 +5,7 @@ import type { App } from "../app";
 import type { Scan, Statistic } from "../contract";
 import { css, viridis } from "../colours";
 import { button, element, fitCanvas, rovingFocus } from "../dom";
-import { count, long, percent, visible } from "../format";
+import { count, inQuotes, long, percent, visible } from "../format";
 import { allHeads, nameOf, rankOf, scalePosition, statisticOf, valueOf } from "../heads";
 import { type HeadId, headsBefore, positionOf } from "../maps";
 import { changeTable } from "./changes";
@@ -112,7 +112,7 @@ export class Facts implements Part {
       return [element("dt", { class: each === statistic ? "current" : "" }, each.label), row];
     });
     const name = `${layer?.name ?? ""}${layer?.kind === "cross" ? ", cross attention" : ""}`;
-    this.list.replaceChildren(element("dl", {}, ...rows, element("dt", {}, "layer"), element("dd", { class: "soft" }, name)));
+    this.list.replaceChildren(element("dl", {}, ...rows, element("dt", {}, "layer"), element("dd", { class: "soft" }, ...breakable(name))));
   }
 
   private rank(statistic: Statistic, value: number | null): HTMLElement | null {
@@ -205,7 +205,7 @@ export class Facts implements Part {
       ...(keys.length ? [`Receive most${queries ? " of the weight of all queries" : ""}: `] : []),
       ...keys.slice(0, 4).flatMap(([key, word, weight], n) => [
         n ? ", " : "",
-        element("b", {}, word ? `“${visible(word)}”` : "token"),
+        element("b", {}, word ? inQuotes(visible(word)) : "token"),
         ` at ${count(key)} (${amount(weight)})`,
       ]),
     );
@@ -237,6 +237,9 @@ export class Facts implements Part {
     );
   }
 }
+
+/** Return a name that breaks after its dots alone. */
+const breakable = (name: string): Node[] => name.split(/(?<=\.)/).flatMap((part) => [document.createTextNode(part), element("wbr")]);
 
 function ordinal(n: number): string {
   const tens = n % 100;

@@ -3,7 +3,7 @@
 import type { App } from "../app";
 import type { Scan, Statistic } from "../contract";
 import { type RGB, css, diverging, ink, viridis } from "../colours";
-import { button, eachFrame, element, hasTabs, rovingFocus, select, setOptions } from "../dom";
+import { button, eachFrame, element, hasTabs, isDark, rovingFocus, select, setOptions } from "../dom";
 import { isShare, long, short } from "../format";
 import { type HeadValue, allHeads, compared, filterOf, nameOf, ranked, scalePosition, spreadOf } from "../heads";
 import { THUMB, type Thumbnails } from "../maps";
@@ -116,7 +116,7 @@ export class Grid implements Part {
 
   update(loaded: Loaded | null): void {
     const { state, statistic, scan } = this.app;
-    const key = [state.report, state.statistic, state.order, state.filter, this.comparison].join("\0");
+    const key = [state.report, state.statistic, state.order, state.filter, this.comparison, isDark(this.root)].join("\0");
     if (key !== this.drawn && loaded) {
       this.drawn = key;
       setOptions(this.statistics, statisticOptions(scan.statistics));
@@ -257,9 +257,9 @@ export class Grid implements Part {
     return `${statistic.heading}${isDifference ? `, ${after?.name} − ${before?.name}` : ""}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
   }
 
-  colour({ value }: HeadValue, statistic: Statistic | null): RGB | null {
+  colour({ value }: HeadValue, statistic: Statistic | null, dark = false): RGB | null {
     if (!statistic || value === null) return null;
-    return this.comparison === "diff" ? diverging(-value / this.most) : viridis(scalePosition(statistic, value));
+    return this.comparison === "diff" ? diverging(-value / this.most, dark) : viridis(scalePosition(statistic, value));
   }
 
   private cell(head: HeadValue, statistic: Statistic | null, thumbnails: Thumbnails | null): HTMLButtonElement {
@@ -267,7 +267,7 @@ export class Grid implements Part {
     if (showsLinks(this.app.state)) return cell;
     const words = statistic ? long(statistic, head.value) : "no value";
     cell.setAttribute("aria-label", `layer ${head.layer}, head ${head.head}: ${words}`);
-    const colour = this.colour(head, statistic);
+    const colour = this.colour(head, statistic, isDark(this.root));
     if (thumbnails) {
       const bytes = thumbnails.of(head.layer, head.head);
       if (bytes) cell.append(thumbnail(bytes));

@@ -6,7 +6,8 @@ import { count } from "../format";
 import { nameOf } from "../heads";
 import type { Part } from "../view";
 
-const STEP = 306; // pixels of a card and the gap after it
+const CARD = 290; // pixels of a card at least
+const GAP = 6; // pixels between cards
 const MOST_BUTTONS = 4; // reports up to which each has a button
 
 export class Header implements Part {
@@ -28,11 +29,14 @@ export class Header implements Part {
   private readonly reports: HTMLElement | null;
   private shownReport = -1;
 
-  constructor(private readonly app: App) {
+  constructor(
+    private readonly app: App,
+    tools: HTMLElement,
+  ) {
     this.reports = this.makeReports();
     // The names of the reports are the title then.
     this.title.classList.toggle("unseen", this.reports !== null);
-    this.root.append(element("div", { class: "line" }, this.title, this.reports, this.about, this.more), element("div", { class: "way-row" }, this.total, ...this.steps.slice(0, 1), this.ways, ...this.steps.slice(1)));
+    this.root.append(element("div", { class: "line" }, this.title, this.reports, this.about, this.more, tools), element("div", { class: "way-row" }, this.total, ...this.steps.slice(0, 1), this.ways, ...this.steps.slice(1)));
     rovingFocus(this.ways, () => 1);
     const tell = eachFrame(() => this.tellSteps());
     this.ways.addEventListener("scroll", tell);
@@ -60,9 +64,9 @@ export class Header implements Part {
     if (this.shownReport !== state.report) {
       this.shownReport = state.report;
       const heads = scan.layers.reduce((sum, layer) => sum + layer.heads.length, 0);
-      this.title.textContent = meta.title;
+      this.title.textContent = this.title.title = meta.title;
       const names = meta.scans.length > 1 ? ` · A is ${meta.scans[0]?.name}, B is ${meta.scans[1]?.name}` : "";
-      this.about.textContent = `${count(heads)} heads${names} · ${meta.read}`;
+      this.about.textContent = this.about.title = `${count(heads)} heads${names} · ${meta.read}`;
       this.tellReport();
       this.fillWays();
     }
@@ -86,19 +90,22 @@ export class Header implements Part {
     return true;
   }
 
-  /** Scroll the cards by what is in sight, less one card. */
+  /** Scroll the cards by what is in sight. */
   private scroll(by: number): void {
-    this.ways.scrollBy({ left: by * Math.max(STEP, this.ways.clientWidth - STEP) });
+    this.ways.scrollBy({ left: by * this.ways.clientWidth });
   }
 
-  /** Show the buttons where cards are out of sight, and end them at the ends of the row. */
+  /** Give the cards widths with which none is cut; show the buttons where some are out of sight, and end them at the ends. */
   private tellSteps(): void {
+    const cards = Math.floor((this.ways.clientWidth + GAP) / (CARD + GAP));
+    this.ways.style.setProperty("--cards", String(Math.max(1, cards)));
     const { scrollLeft, scrollWidth, clientWidth } = this.ways;
     const [before, after] = [scrollLeft > 1, scrollLeft + clientWidth < scrollWidth - 1];
     this.steps.forEach((step, n) => {
       step.hidden = !before && !after;
       step.disabled = !(n ? after : before);
     });
+    this.ways.toggleAttribute("data-more", after);
   }
 
   /** Scroll the sentences, which are one row on a phone, to the one that is shown. */
@@ -158,16 +165,16 @@ export class Header implements Part {
     const ways = isPair ? this.changes() : this.standouts();
     const none = isPair ? "Nothing has changed: every number of every head reads the same." : "No head stands out.";
     this.ways.setAttribute("aria-label", isPair ? "what changed" : "heads that stand out");
-    const notes = [meta.about, meta.read, meta.same, meta.chosen, ...meta.notes, meta.rule, ...meta.missing];
+    const notes = [meta.about, this.about.textContent, meta.same, meta.chosen, ...meta.notes, meta.rule, ...meta.missing];
     this.ways.replaceChildren(...(ways.length ? ways : [element("p", {}, none)]));
     this.ways.scrollLeft = 0;
     this.tellSteps();
     this.more.replaceChildren(
-      element("summary", {}, notesLabel(meta.notes.length)),
-      ...notes.filter(Boolean).map((note) => element("p", { class: "small" }, note)),
+      element("summary", {}, "About", element("span", { class: "wide" }, notesLabel(meta.notes.length))),
+      element("div", { class: "notes", tabindex: 0, role: "group", "aria-label": "notes" }, ...notes.filter(Boolean).map((note) => element("p", { class: "small" }, note))),
     );
   }
 }
 
 const notesLabel = (count: number): string =>
-  count ? `About this page, and ${count === 1 ? "a note" : `${count} notes`}` : "About this page";
+  count ? ` this page, and ${count === 1 ? "a note" : `${count} notes`}` : " this page";

@@ -24,7 +24,7 @@ const KEYS: [keys: string, meaning: string][] = [
 
 export class Keys {
   readonly dialog = element("dialog", { "data-part": "keys", "aria-label": "keys" });
-  readonly opener = button("keys ?", { tabindex: -1 }, () => this.dialog.showModal());
+  readonly opener = button("keys ?", { class: "wide", tabindex: -1 }, () => this.dialog.showModal());
 
   constructor(
     private readonly app: App,

@@ -58,13 +58,13 @@ export class LayerFacts {
       const cells = [statistic.rows[state.layer] ?? [], statistic.rows.flat()].map((values) => {
         const spread = spreadOf(values);
         if (!spread) return element("td", { class: "soft" }, "no value");
-        const ends = `${bare(statistic, spread.low)} to ${bare(statistic, spread.high)}`;
-        return element("td", {}, element("b", {}, bare(statistic, spread.mean)), element("br"), element("span", { class: "soft" }, ends));
+        const [low, high] = [`${bare(statistic, spread.low)} to`, bare(statistic, spread.high)].map((end) => element("span", { class: "end" }, end));
+        return element("td", {}, element("b", {}, bare(statistic, spread.mean)), element("br"), low ?? "", " ", high ?? "");
       });
       const isCurrent = statistic.name === state.statistic;
       return element("tr", { class: isCurrent ? "current" : null }, element("th", { scope: "row" }, labelWithUnit(statistic)), ...cells);
     });
-    return element("table", { class: "changes" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows));
+    return element("table", { class: "changes spreads" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows));
   }
 
   private listHeads(statistic: Statistic | null): void {

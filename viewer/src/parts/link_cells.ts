@@ -3,7 +3,7 @@
 import type { App } from "../app";
 import { css, ink, viridis } from "../colours";
 import { element } from "../dom";
-import { count, percent, visible } from "../format";
+import { count, inQuotes, percent, visible } from "../format";
 import { type HeadValue, allHeads, nameOf } from "../heads";
 import { type Asked, type Link, linksOf } from "../links";
 import { isList } from "../state";
@@ -139,4 +139,4 @@ function shortShare({ weight, bound }: Link): string {
 
 /** Return a word with its place: “it” at 11. */
 const placed = (text: Text | null, sequence: number, token: number): string =>
-  text?.isKnown ? `“${wordOf(text, sequence, token)}” at ${count(token)}` : `token ${count(token)}`;
+  text?.isKnown ? `${inQuotes(wordOf(text, sequence, token))} at ${count(token)}` : `token ${count(token)}`;

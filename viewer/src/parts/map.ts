@@ -6,7 +6,7 @@ import { type Selection, select as pick } from "d3-selection";
 import { type D3ZoomEvent, type ZoomBehavior, zoom, zoomIdentity } from "d3-zoom";
 import type { App } from "../app";
 import { css, diverging, viridis } from "../colours";
-import { eachFrame, element, fitCanvas } from "../dom";
+import { eachFrame, element, fitCanvas, isDark } from "../dom";
 import { count, visible } from "../format";
 import type { Axis, HeadMap } from "../maps";
 import { WHOLE, type Zoom } from "../state";
@@ -14,12 +14,16 @@ import { type Entry, LEAST, type Lights, type Loaded, type Seen, marked } from "
 import { imageOf } from "./map_image";
 
 const MARGIN = { left: 68, top: 34, right: 24, bottom: 8 };
-const NARROW = { ...MARGIN, left: 38, right: 14 }; // where a map has few pixels across
-const FEW = 260;
+const SMALL = { ...MARGIN, left: 40, right: 12 }; // on a phone, and of two maps
+const MOST_ROOM = 48; // pixels for longer words at the left, where the map does not need them
+const LABEL = 11; // pixels of a letter at an axis
+const GAP = 6; // pixels between labels
+const [ACROSS, DOWN] = [62, 24]; // pixels from number to number
+const TICK = 9; // pixels of a tick and the gap to its label
 const FEWEST_TOKENS = 16; // across the map at the largest zoom
 const SQUARE = 2; // pixels of a token from which single weights are drawn
 const RING = 10; // radius in pixels of the ring of a weight of 1
-const LETTER = 6; // pixels of a letter at an axis
+const NARROW = 420; // pixels of a small box
 
 export interface Cell {
   row: number;
@@ -189,18 +193,19 @@ export class MapPane {
 
   update(): void {
     const map = this.map;
-    this.image = map ? imageOf(map, this.app.state.mode === "diff") : null;
+    this.image = map ? imageOf(map, this.app.state.mode === "diff", isDark(this.root)) : null;
     this.draw();
   }
 
   draw(): void {
-    this.margin = this.root.clientWidth < FEW ? NARROW : MARGIN;
-    const across = this.root.clientWidth - this.margin.left - this.margin.right;
-    const down = this.root.clientHeight - this.margin.top - this.margin.bottom;
+    const margin = this.root.clientWidth < NARROW ? SMALL : MARGIN;
+    const across = this.root.clientWidth - margin.left - margin.right;
+    const down = this.root.clientHeight - margin.top - margin.bottom;
     if (across <= 0 || down <= 0) return;
     const { rows, cols } = this.map ?? { rows: 1, cols: 1 };
     const cell = Math.min(across / cols, down / rows);
     this.size = [Math.floor(cell * cols), Math.floor(cell * rows)];
+    this.margin = { ...margin, left: margin.left + Math.min(MOST_ROOM, across - this.size[0]) };
     for (const canvas of [this.canvas, this.over]) {
       canvas.style.left = `${this.margin.left}px`;
       canvas.style.top = `${this.margin.top}px`;
@@ -264,18 +269,23 @@ export class MapPane {
   private drawAxes(): void {
     const { x, y } = this.scales();
     const [queries, keys] = this.view.light.axes() ?? [];
-    const { left, top, right, bottom } = this.margin;
+    const { left, right } = this.margin;
     this.axes.setAttribute("width", String(this.size[0] + left + right));
-    this.axes.setAttribute("height", String(this.size[1] + top + bottom));
+    this.axes.setAttribute("height", String(this.size[1] + this.margin.top + this.margin.bottom));
     const root = pick(this.axes);
     root.selectAll("*").remove();
     if (!queries || !keys) return;
     const [across, down] = [tokensOf(x, keys), tokensOf(y, queries)];
     const { loaded } = this.view;
-    const group = (name: string) => root.append("g").attr("transform", `translate(${left},${top})`).attr("class", name);
-    group("axis").call(axisTop(across).tickSizeOuter(0).tickValues(ticksOf(across, 62, keys.length)).tickFormat((at) => this.tick(Number(at), loaded?.keys ?? null, across)));
-    group("axis").call(axisLeft(down).tickSizeOuter(0).tickValues(ticksOf(down, 24, queries.length)).tickFormat((at) => this.tick(Number(at), loaded?.queries ?? null, down)));
-    root.append("text").attr("class", "axis-name").attr("x", Math.max(left + 4, 60)).attr("y", 10).text("keys →");
+    const group = (name: string) => root.append("g").attr("transform", `translate(${left},${this.margin.top})`).attr("class", name);
+    const family = getComputedStyle(this.axes).fontFamily;
+    const ofKey = (at: number): string => cutTo(this.tick(at, loaded?.keys ?? null, across), MOST_ROOM + left - TICK, family);
+    const ofQuery = (at: number): string => cutTo(this.tick(at, loaded?.queries ?? null, down), left - TICK, family);
+    const columns = apart(ticksOf(across, ACROSS, keys.length), across, (at) => widthOf(ofKey(at), family), [-left, this.size[0] + right]);
+    const rows = apart(ticksOf(down, DOWN, queries.length), down, () => LABEL, [-this.margin.top, Infinity]);
+    group("axis").call(axisTop(across).tickSizeOuter(0).tickValues(columns).tickFormat((at) => ofKey(Number(at))));
+    group("axis").call(axisLeft(down).tickSizeOuter(0).tickValues(rows).tickFormat((at) => ofQuery(Number(at))));
+    root.append("text").attr("class", "axis-name").attr("x", Math.max(left + 4, 62)).attr("y", 10).text("keys →");
     root.append("text").attr("class", "axis-name").attr("x", 2).attr("y", 10).text("queries ↓");
     this.markShortEnd(group("short").append("path"), queries, keys);
   }
@@ -300,10 +310,7 @@ export class MapPane {
   private tick(at: number, text: Loaded["keys"], scale: ScaleLinear<number, number>): string {
     const token = Math.floor(at);
     const word = isRoomy(scale) && text?.isKnown ? visible(text.word(this.app.state.sequence, token)) : "";
-    if (!word) return count(token);
-    const letters = Array.from(word);
-    const most = Math.floor((this.margin.left - 12) / LETTER);
-    return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : word;
+    return word || count(token);
   }
 
   drawOver(): void {
@@ -320,7 +327,7 @@ export class MapPane {
       const block = own.block(lights.token);
       const scale = isKeys ? y : x;
       const [from, size] = [scale(block), Math.max(2, scale(block + 1) - scale(block))];
-      context.strokeStyle = this.view.state.mode === "diff" ? "#000" : "#fff";
+      context.strokeStyle = this.view.state.mode === "diff" && !isDark(this.root) ? "#000" : "#fff";
       context.lineWidth = 1;
       if (isKeys) context.strokeRect(-1, from - 0.5, width + 2, size + 1);
       else context.strokeRect(from - 0.5, -1, size + 1, height + 2);
@@ -339,10 +346,13 @@ export class MapPane {
     const [queries, keys] = this.view.light.axes() ?? [];
     if (!queries || !keys) return;
     const { x, y } = this.scales();
+    const [isDifference, dark] = [this.view.state.mode === "diff", isDark(this.root)];
+    const colours = ({ weight }: Entry): [outer: string, inner: string] =>
+      isDifference ? [dark ? "#000" : "#fff", css(diverging(-Math.sign(weight), dark))] : ["#000", "#ff4d00"];
     for (const entry of marked(entries)) {
       const middle = entry.first + 0.5;
       const place = what === "keys" ? [x(middle / keys.size), line] as const : [line, y(middle / queries.size)] as const;
-      drawRing(context, place, radiusOf(entry, end), this.view.state.mode === "diff" ? Math.sign(entry.weight) : 0);
+      drawRing(context, place, radiusOf(entry, end), colours(entry));
     }
   }
 }
@@ -350,10 +360,9 @@ export class MapPane {
 /** Return the radius of a ring in pixels: its area is as the weight. */
 const radiusOf = ({ weight }: Entry, end: number): number => RING * Math.sqrt(Math.min(1, Math.abs(weight) / end));
 
-/** Draw a ring that can be seen on every colour of the map; it says whether a difference is more or less. */
-function drawRing(context: CanvasRenderingContext2D, [x, y]: readonly [number, number], radius: number, sign: number): void {
-  const inner = sign === 0 ? "#ff4d00" : css(diverging(-sign));
-  for (const [width, colour] of [[3, sign === 0 ? "#000" : "#fff"], [1.5, inner]] as const) {
+/** Draw a ring that can be seen on every colour of the map. */
+function drawRing(context: CanvasRenderingContext2D, [x, y]: readonly [number, number], radius: number, [outer, inner]: [string, string]): void {
+  for (const [width, colour] of [[3, outer], [1.5, inner]] as const) {
     context.beginPath();
     context.arc(x, y, radius, 0, 2 * Math.PI);
     context.strokeStyle = colour;
@@ -366,15 +375,47 @@ function drawRing(context: CanvasRenderingContext2D, [x, y]: readonly [number, n
 const tokensOf = (scale: ScaleLinear<number, number>, axis: Axis): ScaleLinear<number, number> =>
   scale.copy().domain(scale.domain().map((block) => block * axis.size));
 
+const pen = document.createElement("canvas").getContext("2d");
+
+/** Return the width of a label at an axis in pixels. */
+function widthOf(label: string, family: string): number {
+  if (!pen) return 0.6 * LABEL * label.length;
+  pen.font = `${LABEL}px ${family}`;
+  return pen.measureText(label).width;
+}
+
+/** Return as many letters of a label as fit into some pixels. */
+function cutTo(label: string, room: number, family: string): string {
+  const letters = Array.from(label);
+  let [shown, size] = [label, letters.length];
+  while (size > 1 && widthOf(shown, family) > room) shown = `${letters.slice(0, --size).join("")}…`;
+  return shown;
+}
+
 /** True if a token has room for its word. */
 const isRoomy = (scale: ScaleLinear<number, number>): boolean => scale(1) - scale(0) >= 12;
 
-/** Return about one tick each `pixels`: where a token begins, or in its middle if it has its word. */
+/** Return a tick about each `pixels`, at round numbers; where tokens have their words, the middle of each. */
 function ticksOf(scale: ScaleLinear<number, number>, pixels: number, length: number): number[] {
   const [from = 0, to = 0] = scale.range();
-  const ticks = scale.ticks(Math.max(2, Math.floor(Math.abs(to - from) / pixels)));
-  const within = [...new Set(ticks.map(Math.floor))].filter((at) => at < length);
-  if (!isRoomy(scale)) return within;
   const [first = 0, last = 0] = scale.domain();
-  return within.map((at) => at + 0.5).filter((at) => first <= at && at <= last);
+  if (!isRoomy(scale)) {
+    const ticks = scale.ticks(Math.max(2, Math.floor(Math.abs(to - from) / pixels)));
+    return [...new Set(ticks.map(Math.floor))].filter((at) => at < length);
+  }
+  const tokens = Array.from({ length: Math.min(length, Math.ceil(last)) - Math.floor(first) }, (_, n) => Math.floor(first) + n + 0.5);
+  return tokens.filter((at) => first <= at && at <= last);
+}
+
+/** Return the ticks whose labels, as long as `size` along the axis, lie within two ends and do not touch. */
+function apart(
+  ticks: number[], scale: ScaleLinear<number, number>, size: (at: number) => number, [first, last]: [number, number],
+): number[] {
+  let end = first;
+  return ticks.filter((at) => {
+    const [from, to] = [scale(at) - size(at) / 2, scale(at) + size(at) / 2];
+    if (from < end || to > last) return false;
+    end = to + GAP;
+    return true;
+  });
 }

@@ -2,7 +2,7 @@
 
 import type { App } from "../app";
 import { element } from "../dom";
-import { change, percent, range, visible } from "../format";
+import { change, inQuotes, percent, range, visible } from "../format";
 import { Legend } from "./legend";
 import { type Cell, type CellFacts, MapPane } from "./map";
 import type { Loaded, Part, Seen } from "../view";
@@ -129,7 +129,7 @@ function placeOf(view: Seen, facts: CellFacts): string {
   const words = (text: Loaded["keys"], [first, last]: [number, number]): string => {
     if (!text?.isKnown) return "";
     const word = (at: number): string => visible(text.word(state.sequence, at));
-    return first === last ? ` “${word(first)}”` : ` “${word(first)} … ${word(last)}”`;
+    return ` ${inQuotes(first === last ? word(first) : `${word(first)} … ${word(last)}`)}`;
   };
   const [queries, keys] = facts.isShort.map((isShort) => (isShort ? " (the last block, shorter)" : ""));
   const query = `query ${range(...facts.queries)}${queries}${words(loaded?.queries ?? null, facts.queries)}`;

@@ -2,7 +2,7 @@
 
 import type { App } from "../app";
 import { button, element } from "../dom";
-import { count, visible } from "../format";
+import { count, inQuotes, visible } from "../format";
 import { showsLinks } from "../state";
 import type { Loaded, Part } from "../view";
 
@@ -23,7 +23,7 @@ export class Pinned implements Part {
     this.second.hidden = state.second === null;
     if (state.second === null) return;
     const text = state.direction === "keys" ? loaded?.keys : loaded?.queries;
-    const word = text?.isKnown ? `“${visible(text.word(state.sequence, state.second))}”` : `token ${count(state.second)}`;
+    const word = text?.isKnown ? inQuotes(visible(text.word(state.sequence, state.second))) : `token ${count(state.second)}`;
     this.second.textContent = `× ${word}`;
     this.second.setAttribute("aria-label", `unpin ${word}, the second token`);
   }

@@ -83,7 +83,8 @@ function drawPart(written: Written, row: Row, from: number, to: number, found: s
   const tokens = written.tokensOf(written.pieceAt(from));
   if (!tokens.length) return found ? element("span", { "data-found": found }, characters) : document.createTextNode(characters);
   const label = /^[\r\n]/.test(characters) ? "⏎" : labelOf(characters);
-  return hitOf(row, tokens, characters, { "data-mark": label || null, "data-found": found });
+  const isRest = from > (written.cuts[written.pieceAt(from)] ?? 0);
+  return hitOf(row, tokens, characters, { "data-mark": label || null, "data-found": found, "data-rest": isRest ? "" : null });
 }
 
 function hitOf(row: Row, tokens: number[], characters: string, attributes: Record<string, string | null>): HTMLElement {

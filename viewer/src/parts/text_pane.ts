@@ -2,7 +2,7 @@
 
 import type { App } from "../app";
 import { button, element, rovingFocus, select, setOptions } from "../dom";
-import { change, count, percent, range, visible } from "../format";
+import { change, count, inQuotes, percent, range, visible } from "../format";
 import type { Direction } from "../state";
 import type { Place, Text } from "../text";
 import type { Search } from "./search";
@@ -85,6 +85,7 @@ export class TextPane implements Part {
     const { app } = this;
     const isPair = app.state.mode === "both" && app.beside.light.lights.token !== null;
     this.summary.replaceChildren(...this.words(app), ...(isPair ? [". ", ...this.words(app.beside)] : []), this.pair());
+    this.summary.title = this.summary.textContent ?? "";
     this.main.lit(lights);
     if (this.isCross) this.keys.lit(lights);
   }
@@ -110,11 +111,9 @@ export class TextPane implements Part {
     if (!entries.length) return [`${head}: ${looker} ${verb} nothing`];
     // The second token of a pair is named after these.
     const most = state.second === null && state.mode !== "both" ? MOST_NAMED : 2;
-    const named = (marked(entries).length ? marked(entries) : entries.slice(0, 1)).slice(0, most).flatMap((entry, n) => [
-      n ? ", " : "",
-      element("b", {}, nameOfEntry(entry, to ?? null, state.sequence)),
-      ` (${isDifference ? change(entry.weight) : percent(entry.weight)})`,
-    ]);
+    const named = (marked(entries).length ? marked(entries) : entries.slice(0, 1)).slice(0, most).map((entry, n, all) =>
+      element("span", { class: "entry" }, element("b", {}, nameOfEntry(entry, to ?? null, state.sequence)),
+        ` (${isDifference ? change(entry.weight) : percent(entry.weight)})${n + 1 < all.length ? ", " : ""}`));
     if (isFirst) return [`${head}: ${looker} ${what === "keys" ? "looks most at" : "is the first key of"} `, ...named];
     return [`${head}: ${looker} ${verb}${among} `, ...named];
   }
@@ -137,7 +136,7 @@ export class TextPane implements Part {
 }
 
 function nameOf(token: number, text: Text | null, sequence: number): string {
-  return text?.isKnown ? `“${visible(text.word(sequence, token))}” at ${count(token)}` : `token ${count(token)}`;
+  return text?.isKnown ? `${inQuotes(visible(text.word(sequence, token)))} at ${count(token)}` : `token ${count(token)}`;
 }
 
 const nameOfEntry = ({ first, last }: Entry, text: Text | null, sequence: number): string =>

@@ -2,14 +2,15 @@
 
 import type { App } from "../app";
 import { Directions } from "../bidi";
-import { eachFrame, element, fitCanvas, onLongPress } from "../dom";
+import { css, diverging, ink } from "../colours";
+import { eachFrame, element, fitCanvas, isDark, onLongPress } from "../dom";
 import type { Direction } from "../state";
 import type { Place, Text } from "../text";
 import type { Written } from "../written";
 import { type Arc, Arcs } from "./arcs";
 import { LineBreaker, type Lines, lineOf } from "./lines";
 import { type Hit, type Row, makeRow } from "./rows";
-import { classOf, stepOf } from "./legend";
+import { STEPS, classOf, stepOf } from "./legend";
 import { DARK, type Lights, marked } from "../view";
 
 const LINE = 26; // height of a line, in pixels
@@ -262,6 +263,7 @@ export class Tokens {
   private paint(): void {
     const hits = [...this.rows.values()].flatMap((row) => row.hits);
     const levels = this.levels(hits);
+    const dark = this.app.state.mode === "diff" ? isDark(this.root) : null;
     for (const { span, tokens } of hits) {
       let strongest = 0;
       for (const token of tokens) {
@@ -275,6 +277,11 @@ export class Tokens {
       if (shown === this.cursor) name += " cursor";
       if (span.className !== name) span.className = name;
       if (span.dataset["t"] !== String(shown)) span.dataset["t"] = String(shown);
+      // The colours of B − A are those of the map.
+      const tint = strongest && dark !== null ? diverging(-strongest / STEPS, dark) : null;
+      if (!tint && !span.style.length) continue;
+      span.style.background = tint ? css(tint) : "";
+      span.style.color = tint ? ink(tint) : "";
     }
   }
 
