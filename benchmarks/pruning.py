@@ -1,15 +1,16 @@
 """Heads of all-MiniLM-L6-v2 taken out in the plain way: ``python -m benchmarks.pruning``.
 
-This recipe of plain torch and transformers is the peer of `headwise.surgery`. It chooses heads by
-ablation on 200 sentences. It then compares the embeddings of 200 other sentences with those of the
-original model, by their cosine. All tensors keep their shapes: the columns of removed heads in the
-output projection are zero.
+This recipe of plain torch and transformers is the peer of `headwise.surgery`, which cuts the same
+model in the same run. The recipe chooses heads by ablation on 200 sentences. It then compares the
+embeddings of 200 other sentences with those of the original model, by their cosine. All tensors
+keep their shapes: the columns of removed heads in the output projection are zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.nn import functional as F
 
 from headwise.models.minilm import model_folder
 from headwise.models.text import read_sentences
+from headwise.surgery import prune as prune_by_headwise
+from headwise.surgery.fit import REPAIRS
 
 Head = tuple[int, int]  # layer, head
 Batches = list[Any]  # a tokenizer's: input_ids and attention_mask, (batch, length)
@@ -105,6 +108,9 @@ def refitted(dense: nn.Linear, removed: Tensor, outputs: Tensor) -> None:
     dense.weight.copy_(fitted)
 
 
+PLAIN: dict[str, Repair] = {"zero": zeroed, "mean": mean, "refit": refitted}  # by ours
+
+
 def prune(model: Any, heads: Sequence[Head], repair: Repair, outputs: Sequence[Tensor]) -> Any:
     """A copy of the model without these heads."""
     pruned = deepcopy(model)
@@ -163,6 +169,32 @@ def interval(differences: Tensor) -> tuple[float, float]:
     return low, high
 
 
+# ---- the same by headwise ------------------------------------------------------------------------
+
+
+def cut_by_headwise(model: Any, to_fit: Batches, held_out: Batches, count: int) -> dict[str, Any]:
+    """The model without so many heads, by repair; headwise chooses the heads."""
+    keep = 1 - count / len(all_heads(model))
+    inputs = [dict(batch) for batch in to_fit]
+    others = [dict(batch) for batch in held_out]
+    return {
+        repair: prune_by_headwise(model, inputs, held_out=others, keep=keep, repair=repair).model
+        for repair in track(REPAIRS, "headwise", transient=True)
+    }
+
+
+# ---- the table ---------------------------------------------------------------------------------
+
+
+def add_row(table: Table, cut: str, repair: str, kept: Tensor, *peer: Any) -> None:
+    """Add a mean cosine, and how far it is above that of a peer: its name, its cosines."""
+    compared = ("", "")
+    if peer:
+        low, high = interval(kept - peer[1])
+        compared = peer[0], f"{low:+.4f} to {high:+.4f}"
+    table.add_row(cut, repair, f"{kept.mean():.4f}", *compared)
+
+
 @torch.no_grad()
 def main() -> None:
     """Print one table: what the embeddings of held-out sentences keep."""
@@ -173,31 +205,40 @@ def main() -> None:
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
     to_fit, held_out = (batches_of(half, tokenizer) for half in read_sentences())
     outputs, original = head_outputs(model, to_fit), embed(model, held_out)
+    measure = partial(cosines, batches=held_out, original=original)
     order = by_ablation(model, to_fit, outputs)
-    table = Table("cut", "repair", "mean cosine", "more than the row above, 95 %")
-    for count in COUNTS:
-        above = None
-        for repair in (zeroed, mean, refitted):
-            kept = cosines(prune(model, order[:count], repair, outputs), held_out, original)
-            low, high = (0.0, 0.0) if above is None else interval(kept - above)
-            gain = "" if above is None else f"{low:+.4f} to {high:+.4f}"
-            table.add_row(f"{count} by ablation", repair.__name__, f"{kept.mean():.4f}", gain)
-            above = kept
+    table = Table("cut", "repair", "mean cosine", "more than", "by, 95 %")
+    plain = {
+        (count, repair): measure(prune(model, order[:count], repair, outputs))
+        for count in COUNTS
+        for repair in PLAIN.values()
+    }
+    for (count, repair), kept in plain.items():
+        base = () if repair is zeroed else ("zeroed", plain[count, zeroed])
+        add_row(table, f"{count} by ablation", repair.__name__, kept, *base)
+    most = COUNTS[-1]
+    ours = {
+        name: measure(made) for name, made in cut_by_headwise(model, to_fit, held_out, most).items()
+    }
+    for name, kept in ours.items():
+        peer = PLAIN[name]
+        add_row(table, f"{most} by headwise", name, kept, peer.__name__, plain[most, peer])
+    for peer_name, peer_kept in (("mean", plain[most, mean]), ("mean by headwise", ours["mean"])):
+        add_row(table, f"{most} by headwise", "refit", ours["refit"], peer_name, peer_kept)
     for repair in (zeroed, mean):
-        draws = [draw(order, COUNTS[-1], seed) for seed in range(DRAWS)]
+        draws = [draw(order, most, seed) for seed in range(DRAWS)]
         kept = torch.stack(
             [
-                cosines(prune(model, heads, repair, outputs), held_out, original).mean()
+                measure(prune(model, heads, repair, outputs)).mean()
                 for heads in track(draws, "random draws", transient=True)
             ]
         )
-        what = f"{COUNTS[-1]} at random, {DRAWS} draws"
-        table.add_row(what, repair.__name__, f"{kept.min():.4f} to {kept.max():.4f}", "")
-    kept = cosines(regroup(model, KV_HEADS), held_out, original)
-    table.add_row(f"{KV_HEADS} kv heads", "mean of neighbours", f"{kept.mean():.4f}", "")
+        what = f"{most} at random, {DRAWS} draws"
+        table.add_row(what, repair.__name__, f"{kept.min():.4f} to {kept.max():.4f}", "", "")
+    add_row(table, f"{KV_HEADS} kv heads", "mean of neighbours", measure(regroup(model, KV_HEADS)))
     console = Console(width=max(100, Console().width))
     console.print(table)
-    console.print("heads in order:", *(f"{layer}.{head}" for layer, head in order[: COUNTS[-1]]))
+    console.print("heads in order:", *(f"{layer}.{head}" for layer, head in order[:most]))
 
 
 if __name__ == "__main__":

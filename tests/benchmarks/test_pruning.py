@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.table import Table
 from scipy.stats import binom
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -209,3 +210,31 @@ def test_the_interval_is_that_of_a_binomial(monkeypatch: pytest.MonkeyPatch) -> 
     for bound, level in zip(bounds, (0.025, 0.975), strict=True):
         low, high = binom.ppf([level - error, level + error], count, ones / count) / count
         assert low <= bound <= high
+
+
+def test_headwise_cuts_the_same_heads_by_the_same_measure(model: Any) -> None:
+    count = 4
+    outputs = pruning.head_outputs(model, batches())
+    order = pruning.by_ablation(model, batches(), outputs)
+    others = [{**batch, "input_ids": batch["input_ids"] + 1} for batch in batches()]
+    for batch in others:
+        batch["input_ids"] %= VOCABULARY
+    cut = pruning.cut_by_headwise(model, batches(), others, count)
+    assert cut.keys() == pruning.PLAIN.keys()
+    sizes = [linear.in_features for linear in pruning.projections(cut["zero"])]
+    gone = [sum(at == layer for at, _ in order[:count]) for layer in range(LAYERS)]
+    assert sizes == [(HEADS - out) * WIDTH for out in gone]
+    expected = pruning.prune(model, order[:count], pruning.zeroed, outputs)
+    assert_close(embed_by_hand(cut["zero"]), embed_by_hand(expected))
+    assert not torch.allclose(embed_by_hand(cut["mean"]), embed_by_hand(cut["zero"]))
+
+
+def test_a_row_compares_each_sentence_with_its_peer() -> None:
+    table = Table(*map(str, range(5)))
+    base = torch.linspace(0.5, 0.9, 40, dtype=torch.float64)
+    pruning.add_row(table, "cut", "mean", base + 0.01, "zeroed", base)
+    pruning.add_row(table, "cut", "zero", base)
+    cells = [[*column.cells] for column in table.columns]
+    assert cells[2] == ["0.7100", "0.7000"]
+    assert cells[3] == ["zeroed", ""]
+    assert cells[4] == ["+0.0100 to +0.0100", ""]  # paired: the sentences' spread has no part

@@ -16,6 +16,7 @@ from tests.quick import others_slow
 from tests.reports.accessibility import small_targets, violations
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.diagnoses import report_of_model
+from tests.reports.prunings import page_of_pruning
 from tests.reports.studies import recorded_study
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 from tests.reports.written_pages import page_of, tokenized
@@ -30,10 +31,13 @@ PAGES: dict[str, Callable[[], str]] = {
     "static": lambda: scan_page.render_static(viewer_report(viewer_scan())),
     "diagnosis": lambda: diagnosis.render_diagnosis_page(report_of_model()),
     "study": recorded_study,
+    "pruning": page_of_pruning,
 }
 
 
-@pytest.fixture(scope="module", params=others_slow(PAGES, "viewer", "static", "diagnosis"))
+@pytest.fixture(
+    scope="module", params=others_slow(PAGES, "viewer", "static", "diagnosis", "pruning")
+)
 def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = tmp_path_factory.mktemp(request.param) / f"{request.param}.html"
     page.write_text(PAGES[request.param](), "utf-8")

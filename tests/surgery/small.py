@@ -21,10 +21,10 @@ def ids(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 90, shape, generator=generator)
 
 
-def tiny(seed: int = 0) -> Tiny:
+def tiny(seed: int = 0, sizes: TinySizes = SIZES) -> Tiny:
     """A model of headwise's layers in float64, all of whose heads matter."""
     torch.manual_seed(seed)
-    model = Tiny(SIZES)
+    model = Tiny(sizes)
     for block in model.block_list():
         nn.init.normal_(block.attention.out_proj.weight, std=0.3)
         nn.init.normal_(block.narrow.weight, std=0.1)

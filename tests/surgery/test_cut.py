@@ -58,6 +58,28 @@ def test_a_merge_is_the_mean_of_neighbours() -> None:
     assert (made.num_heads, made.num_kv_heads) == (6, 3)
 
 
+def test_a_mean_is_added_to_the_bias() -> None:
+    vector = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    for has_bias in (True, False):
+        layer = Attention(40, 6, head_dim=10, out_bias=has_bias).double()
+        if has_bias:
+            torch.nn.init.normal_(layer.out_proj.bias)
+        before = state_of(layer).get("bo", torch.zeros(40, dtype=torch.float64))
+        after = state_of(cut_layer(LayerCut(6, 6).drop([1]).shift(vector), layer))
+        assert torch.equal(after["bo"], before + vector)
+        assert bool(before.any()) == has_bias
+
+
+def test_the_outputs_of_a_cut_are_those_of_the_layer_that_changes_most() -> None:
+    reordered, turned = (
+        LayerCut(4, 2).keep([2, 3, 0, 1]),
+        LayerCut(4, 2).turn(key=torch.ones(2, 3, 3)),
+    )
+    layers = {"a.": reordered, "b.": turned, "c.": LayerCut(4, 2).zero([1])}
+    kinds = [Cut(dict([*layers.items()][:count])).equality for count in range(4)]
+    assert kinds == ["indices", "indices", "rounding", "no"]
+
+
 def test_two_cuts_are_one() -> None:
     layer = Attention(40, 6, num_kv_heads=3, head_dim=10, rotary=Rotary()).double()
     first = Cut({"x.": LayerCut(6, 3).keep([4, 5, 0, 1])})

@@ -121,6 +121,14 @@ def test_a_mean_in_the_bias_adds_the_biases_of_the_class(tmp_path: Path) -> None
     assert float((output_of(made) - output_of(model)).abs().max()) > 1e-3
 
 
+def test_a_scale_that_no_config_states_leaves_the_config() -> None:
+    model = FAMILIES["llama"]()
+    cut = without(model, [2, 3])
+    assert cut_model(cut, model).config.num_attention_heads == 4
+    model.model.layers[1].self_attn.scaling = 0.25  # where the class makes 10**-0.5 of its config
+    assert cut_model(cut, model).config.num_attention_heads == 6
+
+
 def test_cross_attention_of_gpt2_stays_whole() -> None:
     torch.manual_seed(0)
     options = {"n_embd": 48, "n_layer": 2, "n_head": 6, "vocab_size": 97, "bos_token_id": 1}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,13 @@ from headwise.errors import OptionError
 from headwise.layers.distance import Alibi
 from headwise.models import planted
 from headwise.scanning.importance import ablations, mean_outputs
+from headwise.support.progress import no_progress
 from headwise.surgery import ModelHeads, cut_model, full_size, plan_prune, prune
-from headwise.surgery.fit import cut_heads, record_moments, refit_heads
+from headwise.surgery.effects import HeadEffects
+from headwise.surgery.fit import RIDGES, cut_heads, match_names, record_moments, refit_heads
+from headwise.surgery.journal import Journal
+from headwise.surgery.quality import Quality
+from headwise.surgery.steps import Refit
 from tests.refusals import refusals
 from tests.scanning import models
 from tests.surgery import small
@@ -139,6 +146,21 @@ def test_a_pruned_model_is_pruned_again(by: Any) -> None:
     assert float((outputs[0] - outputs[1]).abs().max()) <= 8 * small.rounding(model, other)
 
 
+def test_effects_that_are_kept_are_those_of_the_same_cut(tmp_path: Path) -> None:
+    model, given = small.tiny(), [small.ids(3, 9)]
+    heads = ModelHeads(model)
+    names = match_names(heads, mean_outputs(model, given))
+    first, second, _ = names
+    usual = partial(HeadEffects, heads, names, given, Quality.of(model, given), None, no_progress)
+    asked: list[Any] = [({}, {second: [1, 2]}), ({first: [0]}, {second: [1, 2]})]
+    expected = [usual().by_ablation(*each)[second] for each in asked]
+    assert not torch.equal(*(row[[1, 2]] for row in expected))
+    for _ in range(2):  # measured, then read
+        effects = usual(Journal(tmp_path / "effects.json", "of this model"))
+        rows = [effects.by_ablation(*each)[second] for each in asked]
+        torch.testing.assert_close(rows, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_gradients_choose_too() -> None:
     model, fit, other = small.tiny(), small.ids(5, 12), small.ids(4, 12, seed=1)
     result = prune(model, fit, held_out=other, by="gradient", keep=0.7, rounds=2)
@@ -165,6 +187,25 @@ def test_a_refit_beats_the_mean_where_heads_depend_on_each_other() -> None:
     assert wrong[0] < 0.02 * wrong[1]
     outputs = [small.run(cut_model(c, model), other) for c in (refit, full_size(refit))]
     assert float((outputs[0] - outputs[1]).abs().max()) <= 8 * small.rounding(model, other)
+
+
+def test_a_fitted_projection_keeps_the_bias() -> None:
+    model, given = small.tiny(), small.ids(40, 12)
+    layer = Attention(40, 5).double()
+    with torch.no_grad():  # heads 1 and 4 are equal, so that the refit is exact but for its ridge
+        for linear in (layer.q_proj, layer.k_proj, layer.v_proj):
+            linear.weight[32:40], linear.bias[32:40] = linear.weight[8:16], linear.bias[8:16]
+        layer.out_proj.bias += torch.linspace(1, 2, 40)
+    model.blocks[1].attention = layer.requires_grad_(False)
+    name = "blocks.1.attention."
+    sums = {f"{label}.": each for label, each in record_moments(model, given).items()}
+    cut, decisions = refit_heads(ModelHeads(model), {name: [4]}, sums)
+    assert decisions[name].ridge == min(RIDGES)
+    [refit] = (step for step in cut.layers[name].steps if isinstance(step, Refit))
+    assert refit.bo is not None
+    # The mean of the outputs stays, so the bias changes by what the ridge leaves of the refit.
+    left = float((refit.bo - layer.out_proj.bias).norm() / layer.out_proj.bias.norm())
+    assert left < 10 * min(RIDGES)
 
 
 def test_a_repair_by_refit() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from headwise.errors import OptionError, ShapeError
+from headwise.surgery import quality
 from headwise.surgery.data import Data
 from headwise.surgery.quality import Quality, interval
 from tests.scanning import models
@@ -77,15 +78,16 @@ def test_a_function_of_the_caller() -> None:
         Quality.of(model, [given], lambda output, given: output[0].mean()).values(model, [given])
 
 
-def test_the_interval_is_that_of_a_mean() -> None:
+def test_the_interval_is_that_of_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interval(torch.full((7,), 0.25)) == (0.25, 0.25)
+    monkeypatch.setattr(quality, "RESAMPLES", 8000)
     values = torch.randn(400, generator=torch.Generator().manual_seed(3)).double()
     low, high = interval(values)
     # The bootstrap of a mean approaches mean ± 1.96 standard errors; its quantiles have an error
-    # of sqrt(0.025 * 0.975 / 1000) / density(1.96) = 0.0845 standard errors.
+    # of sqrt(0.025 * 0.975 / 8000) / density(1.96) = 0.0299 standard errors.
     error = float(values.std(correction=0)) / 20
-    assert abs(low - float(values.mean()) + 1.96 * error) < 4 * 0.0845 * error
-    assert abs(high - float(values.mean()) - 1.96 * error) < 4 * 0.0845 * error
+    assert abs(low - float(values.mean()) + 1.96 * error) < 4 * 0.0299 * error
+    assert abs(high - float(values.mean()) - 1.96 * error) < 4 * 0.0299 * error
     assert interval(values) == (low, high)
 
 

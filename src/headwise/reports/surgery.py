@@ -115,7 +115,7 @@ def draw_curve(result: Pruning) -> Markup:
         (chosen, float(result.after.mean())),
         "heads",
         "heads that stay",
-        REPAIRED[repair] if repair == "refit" else None,
+        ", fitted" if repair == "refit" else "",
     )
     return draw_svg(curve.draw, caption, name="curve", height=HEIGHT)
 
@@ -146,7 +146,7 @@ class Curve:
         chosen: the number of heads of the cut, and its quality.
         unit: of the number.
         axis: the name of the axis of numbers.
-        ring: the words of the legend for the mark of the cut; None for none.
+        note: what the legend says of the cut beside its quality.
     """
 
     numbers: Sequence[int]
@@ -154,7 +154,7 @@ class Curve:
     chosen: tuple[int, float]
     unit: str
     axis: str
-    ring: str | None = None
+    note: str = ""
 
     def draw(self, figure: Figure) -> None:
         """Draw the curve on a figure of matplotlib."""
@@ -165,10 +165,10 @@ class Curve:
             axes.plot(self.numbers, values, marker="o", markersize=3.5, color=colour, label=label)
         axes.axvline(number, color=SOFT, linewidth=1, linestyle=(0, (3, 3)))
         ring: dict[str, Any] = {"marker": "o", "markersize": 8, "fillstyle": "none"}
-        axes.plot([number], [value], linestyle="", color=SOFT, label=self.ring, **ring)
-        words = f"{number} {self.unit}: {value:.4f}"
-        axes.annotate(words, self.chosen, (8, -14), textcoords="offset points", color=SOFT)
+        words = f"{number} {self.unit}: {value:.4f}{self.note}"
+        axes.plot([number], [value], linestyle="", color=SOFT, label=words, **ring)
         axes.set(xlabel=self.axis, ylabel="quality")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", color=LINE)
-        axes.legend(loc="best")
+        # Above the axes, so that it hides no point.
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
