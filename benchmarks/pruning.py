@@ -1,4 +1,4 @@
-"""Heads of all-MiniLM-L6-v2 taken out in the plain way: ``python -m benchmarks.pruning``.
+"""Heads of all-MiniLM-L6-v2 taken out and merged in the plain way: ``make bench-pruning``.
 
 This recipe of plain torch and transformers is the peer of `headwise.surgery`, which cuts the same
 model in the same run. The recipe chooses heads by ablation on 200 sentences. It then compares the
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -22,8 +22,12 @@ from torch.nn import functional as F
 
 from headwise.models.minilm import model_folder
 from headwise.models.text import read_sentences
+from headwise.surgery import ModelHeads, cut_model
 from headwise.surgery import prune as prune_by_headwise
+from headwise.surgery.channels import record_products
 from headwise.surgery.fit import REPAIRS
+from headwise.surgery.maps import How
+from headwise.surgery.merge import merge_heads
 
 Head = tuple[int, int]  # layer, head
 Batches = list[Any]  # a tokenizer's: input_ids and attention_mask, (batch, length)
@@ -183,6 +187,19 @@ def cut_by_headwise(model: Any, to_fit: Batches, held_out: Batches, count: int) 
     }
 
 
+def merged_by_headwise(model: Any, to_fit: Batches) -> dict[str, Any]:
+    """The model with `KV_HEADS` kv heads in each layer, by the way they are merged."""
+    heads = ModelHeads(model)
+    products = record_products(heads, [dict(batch) for batch in to_fit])
+    return {
+        f"{how}, {'least loss' if alike else 'neighbours'}": cut_model(
+            merge_heads(heads, products, KV_HEADS, how, alike=alike)[0], model
+        )
+        for how in get_args(How)[::-1]
+        for alike in (False, True)
+    }
+
+
 # ---- the table ---------------------------------------------------------------------------------
 
 
@@ -235,7 +252,12 @@ def main() -> None:
         )
         what = f"{most} at random, {DRAWS} draws"
         table.add_row(what, repair.__name__, f"{kept.min():.4f} to {kept.max():.4f}", "", "")
-    add_row(table, f"{KV_HEADS} kv heads", "mean of neighbours", measure(regroup(model, KV_HEADS)))
+    mean_kept = measure(regroup(model, KV_HEADS))
+    add_row(table, f"{KV_HEADS} kv heads", "mean of neighbours", mean_kept)
+    for name, made in merged_by_headwise(model, to_fit).items():
+        add_row(
+            table, f"{KV_HEADS} by headwise", name, measure(made), "mean of neighbours", mean_kept
+        )
     console = Console(width=max(100, Console().width))
     console.print(table)
     console.print("heads in order:", *(f"{layer}.{head}" for layer, head in order[:most]))

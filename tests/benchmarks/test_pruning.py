@@ -229,6 +229,20 @@ def test_headwise_cuts_the_same_heads_by_the_same_measure(model: Any) -> None:
     assert not torch.allclose(embed_by_hand(cut["mean"]), embed_by_hand(cut["zero"]))
 
 
+def test_the_plain_mean_of_neighbours_is_that_of_the_recipe(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pruning, "KV_HEADS", HEADS // 2)
+    made = pruning.merged_by_headwise(model, batches())
+    assert [*made] == [
+        f"{how}, {groups}"
+        for how in ("mean", "aligned", "fitted")
+        for groups in ("neighbours", "least loss")
+    ]
+    expected = pruning.regroup(model, pruning.KV_HEADS)
+    assert_close(embed_by_hand(made["mean, neighbours"]), embed_by_hand(expected))
+
+
 def test_a_row_compares_each_sentence_with_its_peer() -> None:
     table = Table(*map(str, range(5)))
     base = torch.linspace(0.5, 0.9, 40, dtype=torch.float64)
