@@ -16,32 +16,18 @@ import headwise
 from headwise.cli import app, output
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.surgery import Cut, effects
-from tests.huggingface.stored import WORDS, bert, stored
+from tests.huggingface.stored import WORDS, stored
+from tests.surgery.families import FAMILIES
 
 runner = CliRunner()
-
-
-def llama() -> transformers.PreTrainedModel:
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=40,
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=10,
-        intermediate_size=64,
-        max_position_embeddings=40,
-        initializer_range=0.3,
-        pad_token_id=0,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+# Groups of two heads, four in a layer, whose weights are so large that heads differ.
+SHARP = {"num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.3}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("models")
-    models = {"llama": llama(), "bert": bert()}
+    models = {"llama": FAMILIES["llama"](**SHARP), "bert": FAMILIES["bert"]()}
     return {name: stored(place / name, model) for name, model in models.items()}
 
 
@@ -108,17 +94,8 @@ def test_a_width_that_no_config_states_is_refused_before_the_work(
 
 
 def test_a_mean_without_a_place_is_refused_before_the_work(data: Path, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    config = transformers.Qwen2Config(
-        vocab_size=40,
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        intermediate_size=64,
-    )
-    folder = stored(tmp_path / "qwen", transformers.Qwen2ForCausalLM(config))
-    command = [folder, "--data", data, "--out", tmp_path / "new", "--keep", 0.5]
+    folder = stored(tmp_path / "qwen", FAMILIES["qwen2"]())
+    command = [folder, "--data", data, "--out", tmp_path / "new", "--keep", 0.6]
     error = refused(*command)
     assert "o_proj.bias" in error.saw
     assert error.lines(output.option_text)[2] == "--repair zero"
@@ -128,18 +105,7 @@ def test_a_number_of_heads_that_the_class_refuses_names_those_that_fit(
     data: Path, tmp_path: Path
 ) -> None:
     """Llama's config wants a width that is a multiple of its heads: 64 is none of 6."""
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=40,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=10,
-        intermediate_size=64,
-        pad_token_id=0,
-    )
-    folder = stored(tmp_path / "wide", transformers.LlamaForCausalLM(config))
+    folder = stored(tmp_path / "wide", FAMILIES["llama"](**SHARP, hidden_size=64))
     error = refused(folder, "--data", data, "--out", tmp_path / "new")
     assert "3 of 4 groups of heads in each layer" in error.saw
     assert "1, 2 of 4 groups" in error.needed

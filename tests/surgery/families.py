@@ -1,4 +1,7 @@
-"""Small models of transformers with random weights, one of each family, and their inputs."""
+"""Small models of transformers with random weights, one of each family, and their inputs.
+
+A family is called with fields of its config that shall be others.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ VOCABULARY, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 97, 48, 6, 3, 10
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def _encoder(name: str, **more: Any) -> Callable[[], Any]:
+def _encoder(name: str, **more: Any) -> Callable[..., Any]:
     options = {
         "hidden_size": WIDTH,
         "num_hidden_layers": 2,
@@ -26,18 +29,19 @@ def _encoder(name: str, **more: Any) -> Callable[[], Any]:
     return _made(name, **options)
 
 
-def _decoder(name: str, config: str | None = None, **more: Any) -> Callable[[], Any]:
+def _decoder(name: str, config: str | None = None, **more: Any) -> Callable[..., Any]:
     options = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, **SPECIAL, **more}
     return _encoder(name, config=config, vocab_size=VOCABULARY, **options)
 
 
-def _made(name: str, *, config: str | None = None, **options: Any) -> Callable[[], Any]:
+def _made(name: str, *, config: str | None = None, **options: Any) -> Callable[..., Any]:
     base = name.removesuffix("Model").removesuffix("ForCausalLM")
     kind = config or base.removesuffix("LMHead").removesuffix("ForConditionalGeneration") + "Config"
 
-    def make() -> Any:
+    def make(**changes: Any) -> Any:
         torch.manual_seed(0)
-        model = getattr(transformers, name)(getattr(transformers, kind)(**options))
+        stated = getattr(transformers, kind)(**{**options, **changes})
+        model = getattr(transformers, name)(stated)
         for parameter in model.parameters():  # norms and biases that are not all 1 or 0
             if parameter.dim() == 1:
                 parameter.data += 0.2 * torch.randn_like(parameter)
@@ -46,7 +50,7 @@ def _made(name: str, *, config: str | None = None, **options: Any) -> Callable[[
     return make
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {
+FAMILIES: dict[str, Callable[..., Any]] = {
     "bert": _encoder("BertModel", vocab_size=VOCABULARY),
     "gpt2": _made(
         "GPT2LMHeadModel",

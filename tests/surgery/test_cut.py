@@ -32,6 +32,8 @@ def test_a_cut_comes_back_from_its_file(tmp_path: Path) -> None:
     cut.save(tmp_path / "cut.json")
     read = Cut.load(tmp_path / "cut.json")
     assert read.to_json() == cut.to_json()
+    written = json.loads(cut.to_json())["layers"]["a."]
+    assert (written["left"], written["off"]) == ([3, 4, 0, 1, 9, 10, 6, 7], [10])
     layer = Attention(40, 12, num_kv_heads=4, head_dim=10, value_dim=7)
     expected, made = (state_of(cut_layer(c.layers["a."], layer)) for c in (cut, read))
     assert all(torch.equal(x, made[name]) for name, x in expected.items())
@@ -136,13 +138,16 @@ def test_another_layer_is_refused() -> None:
         cut_layer(LayerCut(6, 6).zero([0]), Attention(48, 6, num_kv_heads=2))
 
 
-@pytest.mark.parametrize("edit", ["format", "step", "text", "list"])
+@pytest.mark.parametrize("edit", ["format", "step", "left", "off", "text", "list"])
 def test_damaged_files_are_refused(edit: str) -> None:
     values = json.loads(Cut({"a.": a_cut_with_every_step()}).to_json())
     if edit == "format":
         values["format"] = 7
     if edit == "step":
         values["layers"]["a."]["steps"][0]["step"] = "turn"
+    if edit in ("left", "off"):  # other heads than the steps leave
+        values["layers"]["a."][edit].reverse()
+        values["layers"]["a."][edit][0] += 1
     texts = {"text": "no cut", "list": "[1]"}
     with pytest.raises(CheckpointError, match="a text that is no cut"):
         Cut.from_json(texts.get(edit, json.dumps(values)))

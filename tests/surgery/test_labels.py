@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import headwise
@@ -14,34 +13,19 @@ from headwise import Attention
 from headwise.errors import OptionError
 from headwise.scanning import HeadScan
 from headwise.scanning.importance import ablations, next_token
-from headwise.surgery import Cut, LayerCut, ModelHeads, cut_layer, cut_model
+from headwise.surgery import Cut, LayerCut, cut_layer, cut_model
+from tests.surgery.families import FAMILIES, whole
 
 IDS = torch.arange(34).reshape(2, 17)
 KEPT = ([4, 5, 0, 1], [0, 3, 5])  # of the first layer, of the others
 
 
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=10,
-        intermediate_size=64,
-        pad_token_id=0,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
-
-
 def cut_of(model: nn.Module) -> Cut:
-    whole = ModelHeads(model).whole()
-    return Cut({name: cut.keep(kept) for (name, cut), kept in zip(whole, KEPT, strict=True)})
+    return Cut({name: cut.keep(kept) for (name, cut), kept in zip(whole(model), KEPT, strict=True)})
 
 
 def test_a_scan_of_a_cut_model_has_the_original_numbers() -> None:
-    model = llama()
+    model = FAMILIES["llama"]()
     made = cut_model(cut_of(model), model)
     scan = headwise.scan(made, IDS)
     assert [layer.heads for layer in scan.layer_scans] == [tuple(kept) for kept in KEPT]
@@ -56,19 +40,19 @@ def test_a_scan_of_a_cut_model_has_the_original_numbers() -> None:
 
 
 def test_heads_are_chosen_by_their_original_numbers() -> None:
-    model = llama()
+    model = FAMILIES["llama"]()
     made = cut_model(cut_of(model), model)
     scan = headwise.scan(made, IDS, heads=[5, 0])
-    whole = headwise.scan(made, IDS)
+    every = headwise.scan(made, IDS)
     assert [layer.heads for layer in scan.layer_scans] == [(5, 0), (5, 0)]
     for head in (5, 0):
-        assert torch.equal(scan["entropy"][:, head], whole["entropy"][:, head])
+        assert torch.equal(scan["entropy"][:, head], every["entropy"][:, head])
     with pytest.raises(OptionError, match=r"heads among 4, 5, 0 and 1 more|heads among 4, 5, 0, 1"):
         headwise.scan(made, IDS, heads=[2])
 
 
 def test_ablations_are_of_the_same_heads() -> None:
-    model = llama()
+    model = FAMILIES["llama"]()
     made = cut_model(cut_of(model), model)
     effects = ablations(made, IDS, heads=[5])["ablation_zero"]
     # Without head 5 by hand: it is at the second place of the first layer.
@@ -89,7 +73,7 @@ def test_a_layer_that_was_cut_twice() -> None:
 
 
 def test_the_file_of_a_scan_keeps_them(tmp_path: object) -> None:
-    model = llama()
+    model = FAMILIES["llama"]()
     scan = headwise.scan(cut_model(cut_of(model), model), IDS)
     path = f"{tmp_path}/scan.safetensors"
     scan.save(path)

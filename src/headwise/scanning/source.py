@@ -143,7 +143,8 @@ def open_model(
         trust_remote_code: True to run code in the folder.
 
     Raises:
-        OptionError: a device or a dtype that is not there.
+        OptionError: a device or a dtype that is not there, or a cut model of the form "headwise".
+        CheckpointError: a cut model whose cut.json is of another one.
         HeadwiseError: as `headwise.checkpoints.transformers.load`.
     """
     place = parse_device(device)
@@ -181,8 +182,11 @@ def _load_stored(
     folder: Path, dtype: torch.dtype | None, *, trust_remote_code: bool
 ) -> ModelToScan:
     from headwise.checkpoints.transformers import load
+    from headwise.scanning import labels
 
+    labels.require_loadable(folder)
     stored = load(folder, trust_remote_code=trust_remote_code, dtype=dtype)
+    labels.label_model(stored.model, folder)
     names = ("model", "inputs", "vocabulary", "positions", "begin", "notes")
     options: dict[str, Any] = {name: getattr(stored, name) for name in names}
     if (tokens := stored.tokenizer) is not None:

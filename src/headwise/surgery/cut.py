@@ -296,11 +296,17 @@ class Cut:
         return "\n".join([*lines, WORDS[self.equality]])
 
     def to_json(self) -> str:
-        """Return the cut as JSON; tensors are in the bytes of safetensors."""
+        """Return the cut as JSON; tensors are in the bytes of safetensors.
+
+        A layer also states the original numbers of the heads that are left, in order, and of those
+        that are off, so that a reader need not follow the steps.
+        """
         layers = {
             name: {
                 "heads": layer.num_heads,
                 "kv_heads": layer.num_kv_heads,
+                "left": list(layer.origins.query),
+                "off": sorted(layer.origins.off),
                 "steps": [_write_step(step) for step in layer.steps],
             }
             for name, layer in self
@@ -350,7 +356,11 @@ def _write_value(value: Any) -> Any:
 
 def _read_layer(values: Mapping[str, Any]) -> LayerCut:
     steps = (_read_step(step) for step in values["steps"])
-    return LayerCut(values["heads"], values["kv_heads"]).then(*steps)
+    layer = LayerCut(values["heads"], values["kv_heads"]).then(*steps)
+    stated, heads = (values["left"], values["off"]), layer.origins
+    if stated != ([*heads.query], sorted(heads.off)):
+        raise ValueError("states other heads that are left or off than its steps")
+    return layer
 
 
 def _read_step(values: Mapping[str, Any]) -> Step:

@@ -44,6 +44,8 @@ from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.function.weights import State
 from headwise.layouts import registry
 from headwise.layouts.plan import ConversionStep, make_copy_step
+from headwise.scanning import labels
+from headwise.scanning.labels import FORM, RECORD
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import human_bytes, list_some
 from headwise.surgery.cut import Cut, LayerCut
@@ -53,8 +55,6 @@ from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
 from headwise.surgery.steps import Merge
 
 Form = Literal["plain", "full", "headwise"]
-RECORD = "cut.json"
-KEY = "headwise-surgery"  # of the form, in the metadata of the weights
 WEIGHTS = (SAFETENSORS, *TORCH, *FOREIGN, INDEX)
 ORIGINAL = "the folder of the model as save_pretrained wrote it"
 
@@ -191,7 +191,7 @@ def plan_folder(cut: Cut, source: str | Path, *, form: Form = "plain") -> Folder
             raise _no_plain_form(config.obstacle, cut, form)
     bare = FolderPlan(stored, fitted, form, config, OutputPlan((), None))
     steps = list(_plan_steps(bare))
-    output = plan_output(stored.source, steps, {KEY: form})
+    output = plan_output(stored.source, steps, {FORM: form})
     return replace(bare, output=output)
 
 
@@ -370,6 +370,7 @@ def load(folder: str | Path) -> Any:
     model, info = read_model(folder)
     if form != "headwise":
         _require_all(folder, info, frozenset())
+        labels.label_model(model, folder)
         return model.eval()
     heads = ModelHeads(model)
     places = _pair_places(folder, heads, find_places(source.headers, config))
@@ -442,11 +443,10 @@ def read_form(folder: Path) -> str:
         CheckpointError: another folder, or a form of another version.
     """
     source = open_source(folder)
-    forms = {shard.metadata.get(KEY) for shard in source.shards}
-    form = forms.pop() if len(forms) == 1 else None
+    form = labels.read_form(source)
     known = next((each for each in get_args(Form) if each == form), None)
     if known is None or not (folder / RECORD).is_file():
-        lacks = f"the {KEY} of its weights" if form is None else RECORD
+        lacks = f"the {FORM} of its weights" if form is None else RECORD
         raise CheckpointError(
             saw=f"{folder} without {lacks}"
             if form is None or known
@@ -467,7 +467,7 @@ def _require_plain_folder(
             do="merge the adapter: model.merge_and_unload().save_pretrained(NEW_DIR)",
         )
     _require_plain_weights(folder, source, config)
-    if any(shard.metadata.get(KEY) == "headwise" for shard in source.shards):
+    if labels.read_form(source) == "headwise":
         raise OptionError(
             saw=f"{folder}, which is cut in the form of headwise",
             needed=ORIGINAL,

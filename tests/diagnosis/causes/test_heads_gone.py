@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch import nn
 
 import headwise
 from headwise import Attention, Rotary
 from headwise.layers.distance import Alibi
-from headwise.surgery import Cut, LayerCut, ModelHeads, cut_layer, cut_model
+from headwise.surgery import Cut, LayerCut, cut_layer, cut_model
+from tests.surgery.families import FAMILIES, whole, without
 
 EMBED, HEADS, KV_HEADS, HEAD_DIM = 40, 6, 3, 10
 
@@ -111,37 +109,10 @@ def test_other_heads_are_not_matched() -> None:
 IDS = torch.arange(34).reshape(2, 17)
 
 
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=10,
-        intermediate_size=64,
-        pad_token_id=0,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=97,
-        hidden_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        intermediate_size=64,
-    )
-    return transformers.BertModel(config)
-
-
-@pytest.mark.parametrize("make", [llama, bert])
-def test_a_cut_model_against_its_original(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
-    model = make().eval()
-    whole = ModelHeads(model).whole()
-    first, *others = whole
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_cut_model_against_its_original(family: str) -> None:
+    model = FAMILIES[family](num_hidden_layers=3)
+    first, *others = whole(model)
     cuts = {first[0]: first[1].drop([2, 3])} | {name: cut.drop([0, 1]) for name, cut in others}
     made = cut_model(Cut(cuts), model)
     layers = headwise.compare(made, model, IDS).model.layers
@@ -151,11 +122,10 @@ def test_a_cut_model_against_its_original(make: Callable[[], nn.Module]) -> None
 
 
 def test_a_cut_model_is_cut_again() -> None:
-    torch.manual_seed(0)
-    model = llama().eval()
-    first = Cut({name: cut.drop([2, 3]) for name, cut in ModelHeads(model).whole()})
+    model = FAMILIES["llama"]()
+    first = without(model, [2, 3])
     made = cut_model(first, model)
-    second = Cut({name: cut.drop([2, 3]) for name, cut in ModelHeads(made).whole()})
+    second = without(made, [2, 3])
     twice, once = cut_model(second, made), cut_model(first.then(second), model)
     assert {tuple(gone) for gone in first.then(second).gone.values()} == {(2, 3, 4, 5)}
     for name, tensor in twice.state_dict().items():
