@@ -77,11 +77,21 @@ def test_plain_transformers_loads_the_smaller_model(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_dry_run_writes_nothing(folders: dict[str, Path], data: Path, tmp_path: Path) -> None:
-    text = run(folders["llama"], "--data", data, "--out", tmp_path / "new", "--dry-run")
+def test_a_dry_run_writes_the_effects_alone(
+    folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [folders["llama"], "--data", data, "--out", tmp_path / "new"]
+    text = run(*command, "--dry-run")
     assert "plain transformers loads the folder" in text
-    assert not (tmp_path / "new").exists()
-    assert not (tmp_path / "new.html").exists()
+    journal = tmp_path / ".new.headwise-effects.json"
+    assert {*tmp_path.iterdir()} == {data, journal}
+    assert f"Nothing is written but the effects of heads, in {journal}," in text
+    monkeypatch.setattr(effects, "ablations", lambda *_, **__: pytest.fail("it measured again"))
+    values = json.loads(run(*command, "--dry-run", "--json"))
+    assert values.keys() == {"schema", "layers", "predicted", "journal"}
+    assert values["journal"] == str(journal)
+    run(*command)
+    assert {*tmp_path.iterdir()} == {data, tmp_path / "new", tmp_path / "new.html"}
 
 
 def test_a_width_that_no_config_states_is_refused_before_the_work(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from headwise.cli import cut, output
+
+if TYPE_CHECKING:
+    from headwise.surgery._prune import PruningPlan
 
 Keep = Annotated[float, typer.Option(help="The share of heads that stays.")]
 By = Annotated[
@@ -20,6 +24,14 @@ Repair = Annotated[
     typer.Option(
         help="What stands in for a head: its mean output, nothing, or an output projection that "
         "is fitted where held-out tokens agree."
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print the plan and stop. Nothing is written but a hidden file of effects beside OUT, "
+        "so that the run itself need not measure them again.",
     ),
 ]
 
@@ -35,14 +47,15 @@ def prune(
     form: cut.Form = "plain",
     length: cut.Length = 128,
     page: cut.Page = None,
-    dry_run: cut.DryRun = False,
+    dry_run: DryRun = False,
     as_json: output.AsJson = False,
 ) -> None:
     """Take the heads out of a stored model that matter least.
 
-    First the plan with its predicted effect, then the folder, the measurement
-    on held-out lines, and a page with the curve. To resume an interrupted run,
-    repeat the command: effects of heads that were measured are kept.
+    First the plan with its predicted effect, then the measurement on held-out
+    lines, the folder and its check in a new process, and a page with the curve.
+    To resume an interrupted run, repeat the command: a hidden file beside OUT
+    keeps the effects of heads that were measured.
     """
     start, console = time.perf_counter(), output.make_console(stderr=True)
     with output.progress_bar(console, "loading torch") as progress:
@@ -59,9 +72,7 @@ def prune(
     if not as_json:
         output.print_lines([str(plan), str(folder)])
     if dry_run:
-        result = {"schema": cut.SCHEMA, "layers": plan.table(), "predicted": -plan.choice.predicted}
-        if as_json:
-            output.print_lines([], result)
+        _report_plan(plan, opened.journal, as_json=as_json)
         return
     with output.progress_bar(console, "measuring") as progress:
         pruned = plan.measure(progress)
@@ -69,3 +80,16 @@ def prune(
         difference = opened.check(pruned.model)
     render = partial(render_pruning, pruned, make_model_title(model))
     cut.report(pruned, written, difference, page=page, render=render, start=start, as_json=as_json)
+
+
+def _report_plan(plan: PruningPlan, journal: Path, *, as_json: bool) -> None:
+    """Print what is there after a dry run."""
+    kept = str(journal) if journal.is_file() else None  # gradients are not kept
+    effects = f"Nothing is written but the effects of heads, in {kept}, which the run itself reads."
+    values = {
+        "schema": cut.SCHEMA,
+        "layers": plan.table(),
+        "predicted": -plan.choice.predicted,
+        "journal": kept,
+    }
+    output.print_lines([effects] if kept else [], values if as_json else None)

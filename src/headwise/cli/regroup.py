@@ -41,8 +41,8 @@ def regroup(
 ) -> None:
     """Make fewer kv heads, which more query heads share.
 
-    First the plan with what each layer loses, then the folder, the measurement
-    on held-out lines, and a page with the curve.
+    First the plan with what each layer loses, then the measurement on held-out
+    lines, the folder and its check in a new process, and a page with the curve.
     """
     start, console = time.perf_counter(), output.make_console(stderr=True)
     with output.progress_bar(console, "loading torch") as progress:
