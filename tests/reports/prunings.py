@@ -1,27 +1,40 @@
-"""A pruning of a small model, and its page."""
+"""A pruning and a regrouping of a small model, and their pages."""
 
 from __future__ import annotations
 
 from functools import cache
 
 from headwise.models.tiny import TinySizes
-from headwise.reports.surgery import render_pruning
-from headwise.surgery import Pruning, prune
+from headwise.reports.surgery import render_pruning, render_regrouping
+from headwise.surgery import Pruning, Regrouping, prune, regroup
 from tests.surgery import small
 
 SIZES = TinySizes(embed_dim=48, num_layers=4, num_heads=12, wide=36)
+FIT, HELD_OUT = small.ids(2, 9), small.ids(3, 9, seed=1)
 
 
 @cache
 def pruned() -> Pruning:
     """A model of 4 layers of 12 heads, a quarter of which is gone."""
-    given = small.ids(2, 9), small.ids(3, 9, seed=1)
-    return prune(small.tiny(sizes=SIZES), given[0], held_out=given[1], by="gradient")
+    return prune(small.tiny(sizes=SIZES), FIT, held_out=HELD_OUT, by="gradient")
 
 
-def page_of_pruning(model: str = "a small model") -> str:
-    commands = [
+@cache
+def regrouped() -> Regrouping:
+    """The same model with a third of its kv heads."""
+    return regroup(small.tiny(sizes=SIZES), FIT, held_out=HELD_OUT, kv_heads=4)
+
+
+def commands_of(model: str) -> list[str]:
+    return [
         "from transformers import AutoModel",
         f'model = AutoModel.from_pretrained("{model}-of-which-some-heads-are-gone")',
     ]
-    return render_pruning(pruned(), model=model, commands=commands)
+
+
+def page_of_pruning(model: str = "a small model") -> str:
+    return render_pruning(pruned(), model=model, commands=commands_of(model))
+
+
+def page_of_regrouping(model: str = "a small model") -> str:
+    return render_regrouping(regrouped(), model=model, commands=commands_of(model))

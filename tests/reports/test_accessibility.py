@@ -16,7 +16,7 @@ from tests.quick import others_slow
 from tests.reports.accessibility import small_targets, violations
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.diagnoses import report_of_model
-from tests.reports.prunings import page_of_pruning
+from tests.reports.prunings import page_of_pruning, page_of_regrouping
 from tests.reports.studies import recorded_study
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 from tests.reports.written_pages import page_of, tokenized
@@ -32,6 +32,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "diagnosis": lambda: diagnosis.render_diagnosis_page(report_of_model()),
     "study": recorded_study,
     "pruning": page_of_pruning,
+    "regrouping": page_of_regrouping,
 }
 
 

@@ -12,7 +12,7 @@ from headwise.reports.report import SameFunction, ScanReport
 from tests.quick import others_slow
 from tests.reports.browser import FAULTS, NO_FAULTS, Chromium, needs_a_browser
 from tests.reports.diagnoses import report_of_many_heads, report_of_model, report_of_weights
-from tests.reports.prunings import page_of_pruning
+from tests.reports.prunings import page_of_pruning, page_of_regrouping
 from tests.reports.scans import made_up, report
 from tests.reports.studies import recorded_study
 
@@ -35,6 +35,7 @@ PAGES = {
     "diagnosis": lambda: diagnosis.render_diagnosis_page(report_of_many_heads(NAME)),
     "model": lambda: diagnosis.render_diagnosis_page(report_of_model()),
     "pruning": lambda: page_of_pruning(NAME),
+    "regrouping": lambda: page_of_regrouping(NAME),
     "weights": lambda: diagnosis.render_diagnosis_page(report_of_weights()),
 }
 

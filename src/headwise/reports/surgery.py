@@ -171,4 +171,4 @@ class Curve:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", color=LINE)
         # Above the axes, so that it hides no point.
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
