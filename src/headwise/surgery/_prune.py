@@ -40,7 +40,7 @@ from headwise.surgery.quality import Measure, Quality, interval
 
 POINTS = 9  # of the curve
 MOST_LAYERS = 10  # lines of a table
-REPAIRS = {
+REPAIRED = {
     "zero": "their outputs are zero",
     "mean": "their mean outputs are in the output's bias",
     "refit": "the output projection is fitted where held-out tokens agree, else the mean",
@@ -210,7 +210,7 @@ class Pruning:
         """Return what was measured, in lines."""
         change, low, high = self.change
         return [
-            REPAIRS[self.plan.repair] + self._refits(),
+            REPAIRED[self.plan.repair] + self._refits(),
             f"quality: {self.plan.quality.title}",
             f"on {len(self.after)} sequences; {self.plan.data.note}",
             f"{float(self.before.mean()):.4f} before, {float(self.after.mean()):.4f} after: "

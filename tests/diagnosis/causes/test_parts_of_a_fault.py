@@ -117,6 +117,17 @@ def test_the_part_is_named(
     assert (cause.variant.parameters.get("kv heads") == (1,)) == (heads == (2, 3) and role == "k")
 
 
+def test_the_part_is_named_beside_a_head_that_gives_nothing() -> None:
+    model = model_of(causal=True)
+    wo = model.weights["wo"].clone()
+    wo[0] = 0
+    model = model.with_weights(wo=wo)
+    faulty = in_heads("scores", [3], all_keys)(model)
+    long = outputs_of(faulty)[1:]  # of which weights cannot be read off
+    [cause] = searched(model, long, "causal mask missing").causes
+    assert cause.heads == (3,)
+
+
 def test_a_fault_that_no_part_explains_is_not_named() -> None:
     noise = torch.randn(HEADS, 1, 1, generator=torch.Generator().manual_seed(3)).double()
     faulty = with_function(model_of(), "q after rotary", lambda q: q * (1 + 0.3 * noise))
