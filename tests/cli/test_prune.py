@@ -17,7 +17,7 @@ from headwise.cli import app, output
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.surgery import Cut, effects
 from tests.huggingface.stored import WORDS, stored
-from tests.surgery.families import FAMILIES
+from tests.surgery.families import FAMILIES, without
 
 runner = CliRunner()
 # Groups of two heads, four in a layer, whose weights are so large that heads differ.
@@ -198,6 +198,18 @@ def test_a_half_of_single_tokens_is_refused(
     data.write_text("\n".join(lines))
     error = refused(folder, "--data", data, "--out", tmp_path / "new")
     assert f"data.txt without a line of two tokens {use}" in error.saw
+
+
+def test_a_folder_that_only_headwise_loads_is_refused(
+    folders: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    model = FAMILIES["llama"](**SHARP)
+    headwise.surgery.write(
+        without(model, [0, 1]), folders["llama"], tmp_path / "cut", form="headwise"
+    )
+    error = refused(tmp_path / "cut", "--data", data, "--out", tmp_path / "new")
+    assert "which is cut in the form of headwise" in error.saw
+    assert "Cut.load('cut.json').then(cut)" in error.do
 
 
 def test_a_share_outside_its_range(folders: dict[str, Path], data: Path, tmp_path: Path) -> None:

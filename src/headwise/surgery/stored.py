@@ -24,7 +24,7 @@ from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
 from headwise.surgery.check import check_folder
 from headwise.surgery.cut import Cut
 from headwise.surgery.fit import Repair
-from headwise.surgery.folders import FolderPlan, Form, Written, plan_folder, write
+from headwise.surgery.folders import FolderPlan, Form, StoredHeads, Written, plan_folder, write
 from headwise.surgery.journal import Journal
 from headwise.surgery.models import ModelHeads
 
@@ -126,11 +126,13 @@ def open_for_cut(
         length: the most tokens of a line.
 
     Raises:
-        OptionError: too little text, or no tokenizer.
+        OptionError: too little text, no tokenizer, or a model that cannot be cut; see
+            `headwise.surgery.write`.
         CheckpointError: no complete model, or a target that exists.
     """
     require_usable_target(open_source(folder), target, "safetensors")
     halves = read_sentences() if data is None else _deal(read_lines(data))
+    StoredHeads(folder)  # what cannot be cut is refused before it is loaded
     stored = transformers.load(folder)
     if stored.tokenizer is None:
         raise OptionError(
