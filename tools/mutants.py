@@ -4,9 +4,10 @@
     python -m tools.mutants 03-scale 07      these only (by the beginning of the name)
 
 A mutant is a unified diff in tests/mutants/, below a sentence that describes the mistake. The test
-that docs/mutants.md names for the mutant runs first, then the tests of the changed packages, then
-the others. The page is written after each mutant. build/mutants.json holds digests, so that an
-interrupted run continues: a result is valid while patch, source and test are unchanged.
+that docs/mutants.md names for the mutant runs first, also if it is slow; then those of `make test`:
+of the changed packages first. The page is written after each mutant. build/mutants.json holds
+digests, so that an interrupted run continues: a result is valid while patch, source and test are
+unchanged.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ STATE = ROOT / "build" / "mutants.json"
 # The same selection as `make test`.
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-n0"]
 PYTEST += ["-m", "not slow", "--hypothesis-profile=quick"]
+SLOW_TOO = ("-m", "")  # the later option counts
 SURVIVED = "**SURVIVED**"
 LONGEST_RUN = 3600  # seconds, because a mutant may cause an endless loop
 AT_ONCE = 2
@@ -42,7 +44,8 @@ HEAD = """\
 # Mutants
 
 Each row is a mistake that was put into a copy of the source on purpose. The tests of `make test`
-ran against it: first the one that noticed it before, then the others, up to the first that failed.
+ran against it, up to the first that failed; before them the test that noticed it last time, slow
+or not.
 This page is written by `make mutants`.
 
 """
@@ -145,7 +148,7 @@ def run_tests(mutant: Mutant | None, *what: str) -> str:
 
 def first_failing_test(mutant: Mutant, test: str) -> str:
     """Return the first test that fails, beginning with the recorded one, or `SURVIVED`."""
-    first = run_tests(mutant, test) if is_existing_test(test) else ""
+    first = run_tests(mutant, test, *SLOW_TOO) if is_existing_test(test) else ""
     return first or run_tests(mutant, *mutant.entries_by_relevance()) or SURVIVED
 
 
@@ -207,7 +210,7 @@ def main(names: Sequence[str]) -> int:
     tests = {recorded_results()[mutant.name][1] for mutant in mutants}
     if SURVIVED in tests:
         return 1
-    if failed := run_tests(None, *sorted(tests)):
+    if failed := run_tests(None, *sorted(tests), *SLOW_TOO):
         print(f"{failed} fails without a mutant, so its result means nothing")
     return int(bool(failed))
 

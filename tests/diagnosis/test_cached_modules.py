@@ -35,6 +35,7 @@ from headwise.diagnosis.probes import choose_inputs
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.transformers import TransformersSubject
+from tests.quick import others_slow
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 48, 6, 2, 10, 5
 CHUNKS, ONES = (6, 1, 3, 1), (1,) * 8
@@ -76,9 +77,9 @@ def static(config: Any, length: int) -> StaticCache:
     return StaticCache(config=config, max_cache_len=length + 3)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", others_slow(MODULES, "llama", "gpt2"))
 @pytest.mark.parametrize("cache", [None, static])
-@pytest.mark.parametrize("steps", [CHUNKS, ONES])
+@pytest.mark.parametrize("steps", [CHUNKS, pytest.param(ONES, marks=pytest.mark.slow)])
 def test_a_module_with_its_caches_is_what_its_weights_state(
     name: str, cache: Any, steps: tuple[int, ...]
 ) -> None:
@@ -170,7 +171,7 @@ def rotate_from_zero(roles: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return rotate
 
 
-@pytest.mark.parametrize("roles", ["qk", "q", "k"])
+@pytest.mark.parametrize("roles", others_slow(["qk", "q", "k"]))
 def test_positions_that_start_again(roles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, layer = pair()
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", rotate_from_zero(roles))
@@ -228,7 +229,7 @@ def _short() -> ShortLayer:
     return made
 
 
-@pytest.mark.parametrize(("window", "kept"), [(None, 4), (WINDOW, WINDOW - 2)])
+@pytest.mark.parametrize(("window", "kept"), others_slow([(None, 4), (WINDOW, WINDOW - 2)]))
 def test_a_cache_that_drops_keys(window: int | None, kept: int) -> None:
     module, layer = pair(window)
     inputs = inputs_of(WIDTH, CHUNKS, cache=ShortCache)

@@ -19,6 +19,7 @@ from headwise.errors import OptionError, ShapeError
 from headwise.layers.distance import Alibi
 from headwise.testing import assert_same_function
 from tests.diagnosis.test_stopped import interrupt_at
+from tests.quick import others_slow
 
 WIDTH, HEADS = 40, 5
 
@@ -85,6 +86,7 @@ def test_another_theta_is_named_with_its_repair() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_function_is_known_by_its_outputs_alone() -> None:
     original, port = torch_pair()
 
@@ -148,6 +150,7 @@ def test_saturated_weights_that_hide_the_number_of_heads_are_named(width: int, s
     assert diagnosis.function.blind.startswith("saturated: ")
 
 
+@pytest.mark.slow
 def test_a_window_longer_than_the_input_is_inconclusive() -> None:
     a, b = pair({"window": (7, 0)}, {"window": (8, 0)})
     diagnosis = compare(a, b, torch.randn(2, 6, WIDTH))
@@ -158,6 +161,7 @@ def test_a_window_longer_than_the_input_is_inconclusive() -> None:
     assert compare(a, b).verdict is Verdict.INCONCLUSIVE
 
 
+@pytest.mark.slow
 def test_inputs_are_longer_than_a_known_window() -> None:
     a, b = pair({"window": (63, 0)}, {"window": (64, 0)})
     diagnosis = compare(a, b)
@@ -280,7 +284,9 @@ def test_dropout_in_training_is_inconclusive() -> None:
     assert compare(a.eval(), b.eval()).verdict is Verdict.SAME
 
 
-@pytest.mark.parametrize("make", [torch_pair, lambda: pair({"dropout": 0.5}, {"dropout": 0.5})])
+@pytest.mark.parametrize(
+    "make", others_slow([torch_pair, lambda: pair({"dropout": 0.5}, {"dropout": 0.5})])
+)
 def test_a_layer_in_training_is_not_its_twin_in_evaluation(
     make: Callable[[], tuple[nn.Module, nn.Module]],
 ) -> None:
@@ -296,20 +302,26 @@ def test_a_layer_in_training_is_not_its_twin_in_evaluation(
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "words"),
-    [
-        ({"num_heads": 6, "head_dim": 8}, {"num_heads": 5}, "q has 6 heads against 5"),
-        (
-            {"num_heads": 6, "head_dim": 7},
-            {"num_heads": 3, "head_dim": 10},
-            "q has 6 heads of 7 channels against 3 of 10",
-        ),
-        (
-            {"num_heads": 5, "value_dim": 7},
-            {"num_heads": 5},
-            "v has 5 heads of 7 channels against 5 of 8",
-        ),
-        ({"num_heads": 5, "out_dim": 24}, {"num_heads": 5}, "output has 24 channels against 40"),
-    ],
+    others_slow(
+        [
+            ({"num_heads": 6, "head_dim": 8}, {"num_heads": 5}, "q has 6 heads against 5"),
+            (
+                {"num_heads": 6, "head_dim": 7},
+                {"num_heads": 3, "head_dim": 10},
+                "q has 6 heads of 7 channels against 3 of 10",
+            ),
+            (
+                {"num_heads": 5, "value_dim": 7},
+                {"num_heads": 5},
+                "v has 5 heads of 7 channels against 5 of 8",
+            ),
+            (
+                {"num_heads": 5, "out_dim": 24},
+                {"num_heads": 5},
+                "output has 24 channels against 40",
+            ),
+        ]
+    ),
 )
 def test_layers_of_other_sizes_are_told_by_their_sizes(
     mine: dict[str, int], theirs: dict[str, int], words: str

@@ -40,6 +40,7 @@ from headwise.diagnosis.comparison import ModelComparison
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.errors import OptionError, ShapeError
 from tests.diagnosis.test_stopped import interrupt_at
+from tests.quick import others_slow
 
 SIZES = {
     "vocab_size": 97,
@@ -96,7 +97,7 @@ def names(comparison: ModelComparison) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", others_slow(MODELS, "llama", "bert"))
 def test_every_attention_of_a_model_is_read_as_data(name: str) -> None:
     torch.manual_seed(1)
     model = MODELS[name]()
@@ -164,6 +165,7 @@ def test_a_difference_outside_attention_is_placed() -> None:
     assert compared(good, llama())[1].difference_outside_attention == "after the last attention"
 
 
+@pytest.mark.slow
 def test_a_cast_model_has_rounded_weights_and_rounded_frequencies() -> None:
     good = llama(num_hidden_layers=1)
     cast = copy.deepcopy(good).bfloat16()  # also rounds inv_freq, unlike loading in bfloat16
@@ -193,12 +195,14 @@ def test_a_module_is_compared_with_its_port() -> None:
 
 @pytest.mark.parametrize(
     ("name", "path"),
-    [
-        ("gpt2", "transformer.h.1.attn"),
-        ("bert", "encoder.layer.1.attention"),
-        ("qwen3", "model.layers.1.self_attn"),
-        ("bart", "decoder.layers.1.encoder_attn"),
-    ],
+    others_slow(
+        [
+            ("gpt2", "transformer.h.1.attn"),
+            ("bert", "encoder.layer.1.attention"),
+            ("qwen3", "model.layers.1.self_attn"),
+            ("bart", "decoder.layers.1.encoder_attn"),
+        ]
+    ),
 )
 def test_modules_run_by_their_own_signature(name: str, path: str) -> None:
     module = MODELS[name]().get_submodule(path)
@@ -261,6 +265,7 @@ def test_a_module_alone_has_the_window_of_its_config() -> None:
     assert compare(lambda x: full(x), module, progress=stop).verdict is Verdict.UNKNOWN
 
 
+@pytest.mark.slow
 def test_a_module_that_names_its_mask_otherwise_gets_it() -> None:
     module = MODELS["t5"]().eval().get_submodule("encoder.block.0.layer.0.SelfAttention")
 
@@ -275,6 +280,7 @@ def test_a_module_that_names_its_mask_otherwise_gets_it() -> None:
     assert diagnosis.function.cause_names == ["padding ignored"]
 
 
+@pytest.mark.slow
 def test_a_softcap_that_no_score_reaches_is_inconclusive() -> None:
     good = gemma(window=5)
     config = copy.deepcopy(good.config)
@@ -347,7 +353,7 @@ def gemma(window: int) -> Gemma2ForCausalLM:
     return Gemma2ForCausalLM(Gemma2Config(**sizes, sliding_window=window))
 
 
-@pytest.mark.parametrize(("window", "named"), [(5, 5), (8, 8), (99, None)])
+@pytest.mark.parametrize(("window", "named"), others_slow([(5, 5), (8, 8), (99, None)]))
 def test_a_window_of_a_mask_is_named(window: int, named: int | None) -> None:
     """Nearly equal weights of a narrower window look as if some had been dropped."""
     diagnosis, comparison = compared(gemma(window), gemma(6))
@@ -358,6 +364,7 @@ def test_a_window_of_a_mask_is_named(window: int, named: int | None) -> None:
     assert (cause.parameters, cause.repair) == (parameters, "sliding_window=6")
 
 
+@pytest.mark.slow
 def test_one_token_cannot_show_another_theta() -> None:
     first, second = llama(), llama(theta=5e5)
     token = torch.tensor([[3]])
@@ -368,7 +375,7 @@ def test_one_token_cannot_show_another_theta() -> None:
     assert compare(first, second).verdict is Verdict.DIFFERENT
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("batch_first", others_slow([True, False]))
 def test_a_fault_of_torchs_own_layer_is_placed_in_it(batch_first: bool) -> None:
     """Its output projection is no call of a module, and its tokens may be the first axis."""
     torch.manual_seed(0)
@@ -429,6 +436,7 @@ def mistral(window: int, dropout: float = 0.0) -> MistralForCausalLM:
     return MistralForCausalLM(config)
 
 
+@pytest.mark.slow
 def test_a_window_that_no_input_reaches_is_inconclusive() -> None:
     """24 tokens are within both windows."""
     diagnosis, _ = compared(mistral(30), mistral(31))
@@ -493,6 +501,7 @@ class Decoder(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_module_that_decodes_with_a_cache_in_one_run() -> None:
     first, second = Decoder(), Decoder()
     tokens = torch.randint(97, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -508,6 +517,7 @@ def test_a_module_that_decodes_with_a_cache_in_one_run() -> None:
     assert names(diagnosis.model) == {f"layers.1{n}": ["factor"] for n in ("", " (2)", " (3)")}
 
 
+@pytest.mark.slow
 def test_tokens_are_those_that_both_models_know() -> None:
     small = llama()
     large = LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 130}, num_key_value_heads=2))
@@ -559,7 +569,7 @@ RESULTS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("form", RESULTS)
+@pytest.mark.parametrize("form", others_slow(RESULTS, "a dict with a scalar first"))
 def test_outputs_of_other_names_are_compared(form: str) -> None:
     good = llama()
     assert compare(Port(good, RESULTS[form]), good, TOKENS).verdict is Verdict.SAME
@@ -572,11 +582,13 @@ def test_outputs_of_other_names_are_compared(form: str) -> None:
 
 @pytest.mark.parametrize(
     ("result", "words"),
-    [
-        (lambda x: x[:, -1], "the output of the first has shape (2, 97)"),
-        (lambda x: (x.flatten(), x[0, 0]), "`0` of the first has shape (2522,)"),
-        (lambda x: x.argmax(-1), "the first returns no tensor of floating-point numbers"),
-    ],
+    others_slow(
+        [
+            (lambda x: x[:, -1], "the output of the first has shape (2, 97)"),
+            (lambda x: (x.flatten(), x[0, 0]), "`0` of the first has shape (2522,)"),
+            (lambda x: x.argmax(-1), "the first returns no tensor of floating-point numbers"),
+        ]
+    ),
 )
 def test_outputs_without_a_counterpart_are_not_compared(
     result: Callable[[torch.Tensor], object], words: str
@@ -588,6 +600,7 @@ def test_outputs_without_a_counterpart_are_not_compared(
     assert diagnosis.as_dict()["model"]["output_gap"] is None
 
 
+@pytest.mark.slow
 def test_a_cause_is_named_where_outputs_have_no_counterpart() -> None:
     good, ported = llama(), llama(theta=5e5)
     ported.load_state_dict(good.state_dict())

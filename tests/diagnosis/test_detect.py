@@ -18,6 +18,7 @@ from headwise.layouts._layout import Layout
 from headwise.layouts.equality import list_differing_tensors
 from headwise.layouts.registry import layout, layouts_by_name
 from tests.layouts.examples import ROTARY_WIDTH, example, known_of, width_of
+from tests.quick import others_slow
 
 NAMES = sorted(layouts_by_name())
 LAYERS = 2
@@ -64,7 +65,7 @@ def test_right_or_undecidable(name: str, is_counted: bool) -> None:
         assert len(group[0].modules) == len(canonical)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_slow(NAMES, *NAMES[::9]))
 def test_a_reference_leaves_what_reads_the_same(name: str) -> None:
     of = layout(name)
     file, canonical = file_of(of)

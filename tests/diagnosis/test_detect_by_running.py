@@ -12,6 +12,7 @@ from torch import nn
 from headwise.checkpoints.config import layout_name, read_stated_counts
 from headwise.diagnosis.detection import Detection, detect_by_names_and_shapes, narrow_by_running
 from headwise.errors import OptionError
+from tests.quick import others_slow
 
 SMALL = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 WIDE = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2}
@@ -76,7 +77,7 @@ def asked(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Detection, Det
     return before, narrow_by_running(before, state, model, inputs, config), layout_name(config)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", others_slow(MODELS, "Llama", "Llama-3", "Cohere2"))
 def test_the_right_one_stays(kind: str) -> None:
     before, after, name = asked(kind)
     assert any((name or OTHERS[kind]) in group for group in names_of(after))
@@ -85,7 +86,7 @@ def test_the_right_one_stays(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["Llama-yarn", "Gemma3Text", "GPTNeoX"])
+@pytest.mark.parametrize("kind", others_slow(["Llama-yarn", "Gemma3Text", "GPTNeoX"], "Gemma3Text"))
 def test_rounding_is_no_difference(kind: str, dtype: torch.dtype) -> None:
     before, after, name = asked(kind, dtype)
     assert any(name in group for group in names_of(after))

@@ -93,6 +93,7 @@ def test_the_side_that_has_the_cause_is_stated() -> None:
     assert cause.lines[2].startswith("  repair, before scores are capped")
 
 
+@pytest.mark.slow
 def test_a_scale_and_a_factor_have_a_formula() -> None:
     torch.manual_seed(0)
     right = Attention(WIDTH, HEADS)

@@ -24,6 +24,7 @@ from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.errors import OptionError
 from tests.diagnosis.test_stopped import interrupt_at
+from tests.quick import others_slow
 
 WIDTH, HEADS, HEAD_DIM = 40, 5, 8
 torch.manual_seed(0)
@@ -127,7 +128,9 @@ FORMS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", others_slow(FORMS, "batch of one", "no batch", "channels first", "list")
+)
 @torch.no_grad()
 def test_inputs_of_another_form_are_tried_and_told(name: str) -> None:
     port, words = FORMS[name]
@@ -188,7 +191,9 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("port", MASKS, ids=lambda port: port.__name__)
+@pytest.mark.parametrize(
+    "port", others_slow(MASKS, takes_batch_by_keys), ids=lambda port: port.__name__
+)
 @torch.no_grad()
 def test_masks_of_other_shapes_are_tried(port: Callable[..., Any]) -> None:
     diagnosis = compare(port, LAYER)
@@ -273,7 +278,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", others_slow(REFUSED, "config", "ids"))
 @torch.no_grad()
 def test_others_are_refused_with_a_step_that_helps(name: str) -> None:
     port, words = REFUSED[name]

@@ -64,6 +64,7 @@ def test_a_function_that_takes_few_tokens_is_the_same() -> None:
     assert headwise.compare(short, layer)
 
 
+@pytest.mark.slow
 def test_what_is_unknown_in_long_inputs_is_not_the_same() -> None:
     layer, _ = pair({}, {})
 

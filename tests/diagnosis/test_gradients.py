@@ -65,6 +65,7 @@ def test_torchs_layer_and_its_port_have_the_same_gradients() -> None:
     assert compared(diagnosis) == {"x", "source", *WEIGHTS}
 
 
+@pytest.mark.slow
 def test_a_module_of_transformers_has_gradients() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=48, num_attention_heads=6, num_key_value_heads=2)

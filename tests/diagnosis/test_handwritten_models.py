@@ -19,6 +19,7 @@ from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.subjects.aligned import arrange
 from headwise.diagnosis.subjects.sites import find_sites
 from headwise.diagnosis.subjects.tape import record_tape
+from tests.quick import others_slow
 from tests.refusals import refusals
 
 WIDTH, HEADS, LAYERS, TOKENS, BATCH = 30, 3, 3, 11, 2
@@ -141,7 +142,9 @@ def compared(port: nn.Module, peer: nn.Module) -> tuple[Diagnosis, ModelComparis
     return diagnosis, diagnosis.model
 
 
-@pytest.mark.parametrize("way", ["softmax", "hand", "kernel", "einsum", "heads"])
+@pytest.mark.parametrize(
+    "way", others_slow(["softmax", "hand", "kernel", "einsum", "heads"], "hand", "kernel")
+)
 def test_ways_to_write_attention_are_the_same(peer: Any, way: str) -> None:
     port = HandModel(peer)
     for block in port.blocks:
@@ -162,7 +165,7 @@ FAULTS = {  # of the second layer -> its first stage
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", others_slow(FAULTS, "scale", "merged without transpose"))
 def test_a_fault_of_one_layer_is_in_its_stage(peer: Any, name: str) -> None:
     port = HandModel(peer)
     port.blocks[1].attend.fault = name  # type: ignore[union-attr]
@@ -285,7 +288,7 @@ OWN_PRODUCTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OWN_PRODUCTS)
+@pytest.mark.parametrize("name", others_slow(OWN_PRODUCTS, "Falcon"))
 def test_models_with_products_of_their_own_are_compared(name: str) -> None:
     torch.manual_seed(0)
     kind: Any = getattr(transformers, f"{name}ForCausalLM")

@@ -128,6 +128,7 @@ def test_the_interface_is_as_before() -> None:
     assert AttentionInterface.get_interface is before
 
 
+@pytest.mark.slow
 def test_one_attention_module_runs_its_own_implementation() -> None:
     layers = [model(name).layers[0].self_attn.eval() for name in (WRONG, "sdpa")]
     function = compare(*layers).function

@@ -12,6 +12,7 @@ from torch import Tensor
 from headwise import Attention, compare
 from headwise.diagnosis.results import Verdict
 from tests.diagnosis.among import compare_among
+from tests.quick import others_slow
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM = 40, 6, 2, 10
 NEAR = (
@@ -85,7 +86,7 @@ def test_a_right_port_is_the_same(port: Port, dtype: torch.dtype) -> None:
             assert diagnosis.verdict.is_same, str(diagnosis)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", others_slow(NARROW))
 def test_a_float32_port_of_a_narrow_layer_is_the_same(dtype: torch.dtype) -> None:
     known = layer(dtype)
     wide = layer(dtype).float()

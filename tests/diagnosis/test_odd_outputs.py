@@ -16,6 +16,7 @@ from headwise.diagnosis.outputs import values
 from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
 from headwise.function.scaling import YarnScaling
+from tests.quick import others_slow
 
 WIDTH, HEADS = 12, 3
 torch.manual_seed(0)
@@ -35,12 +36,14 @@ def array(x: Tensor) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(
     "port",
-    [
-        fill_buffer,
-        lambda x: array(x)[:, ::-1].copy()[:, ::-1],
-        lambda x: array(x).astype(">f4"),
-        lambda x: array(x).astype(np.longdouble),
-    ],
+    others_slow(
+        [
+            fill_buffer,
+            lambda x: array(x)[:, ::-1].copy()[:, ::-1],
+            lambda x: array(x).astype(">f4"),
+            lambda x: array(x).astype(np.longdouble),
+        ]
+    ),
     ids=["one buffer for all", "a reversed view", "big-endian", "long double"],
 )
 def test_outputs_in_another_memory_are_the_same(port: Callable[..., Any]) -> None:

@@ -12,6 +12,7 @@ from headwise import compare, verify
 from headwise.diagnosis.results import Verdict
 from headwise.testing import Budget
 from tests.diagnosis.test_stopped import interrupt_at
+from tests.quick import others_slow
 
 
 def run(layer: nn.MultiheadAttention, x: Tensor) -> Tensor:
@@ -45,7 +46,9 @@ NAMES = {"first_layout": "torch-packed", "second_layout": "torch-packed"}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", others_slow([torch.float32, torch.bfloat16, torch.float16]), ids=str
+)
 @pytest.mark.parametrize("share", [0.3, 10.0])
 def test_ten_times_the_allowance_is_apart_and_a_third_is_not(
     dtype: torch.dtype, share: float
@@ -62,7 +65,7 @@ def test_ten_times_the_allowance_is_apart_and_a_third_is_not(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("share", [0.3, 10.0])
+@pytest.mark.parametrize("share", others_slow([0.3, 10.0]))
 def test_a_function_beside_a_layer_has_the_same_allowance(share: float) -> None:
     other, right = pair(torch.float32, share)
     verdict = compare(lambda t: run(other, t), right, progress=interrupt_at("trying")).verdict

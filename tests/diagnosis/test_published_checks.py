@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headwise import compare
 from headwise.diagnosis.results import Diagnosis, Verdict
+from tests.quick import others_slow
 
 
 def eight_and_one(fill: Callable[[Tensor], Tensor]) -> tuple[nn.Module, nn.Module]:
@@ -26,8 +27,8 @@ def names(diagnosis: Diagnosis) -> list[str]:
     return [cause.name for cause in diagnosis.function.causes]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("fill", [torch.rand_like, torch.ones_like])
+@pytest.mark.parametrize("seed", others_slow(range(3)))
+@pytest.mark.parametrize("fill", others_slow([torch.rand_like, torch.ones_like]))
 def test_eight_heads_are_never_called_one(fill: Callable[[Tensor], Tensor], seed: int) -> None:
     torch.manual_seed(seed)
     eight, one = eight_and_one(fill)

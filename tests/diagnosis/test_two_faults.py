@@ -68,6 +68,7 @@ def test_two_that_explain_only_together_say_so() -> None:
     assert f"but only together with {second.name}" in first.lines[1]
 
 
+@pytest.mark.slow
 def test_the_positions_at_which_a_stage_parts() -> None:
     """At position 0 no channel turns, whatever theta is."""
     function = compared({"rotary": Rotary(theta=5e5)}, {"rotary": Rotary()})

@@ -17,6 +17,7 @@ from headwise.diagnosis.results import Verdict
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.function.weights import State
 from headwise.layouts import registry
+from tests.quick import others_slow
 
 CONFIG = {"model_type": "gpt2", "n_head": 6}
 LAST = "transformer.h.1.attn.c_proj.weight"
@@ -354,7 +355,7 @@ def test_weights_are_not_compared_with_a_function() -> None:
     assert "a=headwise.checkpoints.load_attention(path, " in error.value.do
 
 
-@pytest.mark.parametrize("kv_width", [48, 16])
+@pytest.mark.parametrize("kv_width", others_slow([48, 16], 16))
 def test_weights_of_an_unknown_number_of_heads_are_told_apart(kv_width: int) -> None:
     """Some numbers of heads have an odd head_dim, which no interleaved rotation has."""
     generator = torch.Generator().manual_seed(0)

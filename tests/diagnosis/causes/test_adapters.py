@@ -18,6 +18,7 @@ from tests.diagnosis.causes.faulty_models import (
     searched,
     with_function,
 )
+from tests.quick import others_slow
 
 NAME = "adapters merged or not"
 
@@ -51,7 +52,7 @@ def test_adapters_of_two_projections_beside_a_scale() -> None:
     assert result.causes[0].variant.parameters == {"roles": "qv", "rank": 2}
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", others_slow([1, 2]))
 def test_an_adapter_on_some_heads_keeps_the_others(times: int) -> None:
     torch.manual_seed(0)
     original = Attention(64, 4)
@@ -131,16 +132,19 @@ def with_mirrored_outputs(model: AttentionModel) -> AttentionModel:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        with_mirrored_values,
-        with_mirrored_outputs,
+    others_slow(
+        [
+            with_mirrored_values,
+            with_mirrored_outputs,
+            with_noise,
+            with_some_rows,
+            with_some_columns,
+            with_another_bias,
+            with_a_gate,
+            with_high_rank,
+        ],
         with_noise,
-        with_some_rows,
-        with_some_columns,
-        with_another_bias,
-        with_a_gate,
-        with_high_rank,
-    ],
+    ),
 )
 def test_other_changes_of_a_projection(
     change: Callable[[AttentionModel], AttentionModel],

@@ -48,6 +48,7 @@ def test_beside_a_scale() -> None:
     assert {each.cause.name for each in result.causes} == {NAME, "scale"}
 
 
+@pytest.mark.slow
 def test_a_function_of_torch_without_batch_first() -> None:
     torch.manual_seed(0)
     original = nn.MultiheadAttention(24, 3, batch_first=True)

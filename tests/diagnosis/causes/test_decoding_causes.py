@@ -19,6 +19,7 @@ from tests.diagnosis.causes.faulty_models import (
     recorded,
     searched,
 )
+from tests.quick import others_slow
 
 DECODING = (
     "position offset in decoding",
@@ -197,7 +198,7 @@ def one_inside(past: int, new: int) -> list[int]:
     return [place for place in range(past + new) if place != 3]
 
 
-@pytest.mark.parametrize("keep", [every_second, one_inside])
+@pytest.mark.parametrize("keep", others_slow([every_second, one_inside]))
 def test_other_missing_keys(keep: Callable[[int, int], list[int]]) -> None:
     model = model_of(causal=True)
     result = searched(model, short_cache(model, keep), *DECODING)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headwise import Attention, compare
 from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
+from tests.quick import others_slow
 
 WIDTH, HEADS = 40, 5
 Drop = Callable[[Tensor], Tensor]
@@ -58,7 +59,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", others_slow(WAYS, "weights", "output"))
 def test_dropout_of_a_function_is_named_with_its_rate(layer: Attention, way: str) -> None:
     drops, rates = WAYS[way]
     diagnosis = compare(port_of(layer, *drops), layer)
@@ -104,11 +105,13 @@ def test_the_generators_of_the_caller_are_left_as_they_were(layer: Attention) ->
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda x: x + 0.01 * torch.randn_like(x),  # noise
-        lambda x: x * (torch.rand_like(x) > 0.1),  # without the factor of dropout
-        lambda x: F.dropout(x, 0.1) ** 2,  # dropout, and another fault
-    ],
+    others_slow(
+        [
+            lambda x: x + 0.01 * torch.randn_like(x),  # noise
+            lambda x: x * (torch.rand_like(x) > 0.1),  # without the factor of dropout
+            lambda x: F.dropout(x, 0.1) ** 2,  # dropout, and another fault
+        ]
+    ),
 )
 def test_other_random_outputs_are_refused(layer: Attention, change: Drop) -> None:
     with pytest.raises(OptionError, match="random outputs: a second run") as error:

@@ -31,6 +31,7 @@ from headwise.diagnosis.moves.maps import RowSizes
 from headwise.diagnosis.moves.search import list_matrix_maps
 from headwise.diagnosis.trials import MODULES, SEARCHES
 from tests.diagnosis.moves.projections import projections
+from tests.quick import others_slow
 
 NAMES = [cause.name for cause in CAUSES]
 
@@ -59,7 +60,9 @@ def test_names_and_symptoms_are_of_one_cause_each() -> None:
     assert all(cause.stages for cause in CAUSES)
 
 
-@pytest.mark.parametrize("fault", ["softcap", "rotary pairing", "merge without transpose"])
+@pytest.mark.parametrize(
+    "fault", others_slow(["softcap", "rotary pairing", "merge without transpose"])
+)
 def test_causes_of_three_stages(fault: str) -> None:
     scored = CASES[fault].score()
     assert scored.is_right, scored.answer

@@ -22,6 +22,7 @@ from tests.diagnosis.causes.faulty_models import (
     searched,
 )
 from tests.diagnosis.causes.test_parts_of_a_fault import SLOPES, outputs_of
+from tests.quick import others_slow
 
 Change = Callable[[ForcedStage], Tensor]
 PADDED = torch.arange(TOKENS) < torch.tensor([TOKENS, 13, 9])[:, None]
@@ -176,7 +177,7 @@ def faulty(fault: str) -> tuple[AttentionModel, AttentionModel, list[RecordedCal
     return right, wrong, recorded(wrong, inputs_of(mask=mask)), name
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", others_slow(FAULTS))
 def test_the_fault_is_named(fault: str) -> None:
     right, _, calls, name = faulty(fault)
     result = searched(right, calls)

@@ -11,6 +11,7 @@ import headwise
 from headwise import Attention, Rotary
 from headwise.layers.distance import Alibi
 from headwise.surgery import Cut, LayerCut, cut_layer, cut_model
+from tests.quick import others_slow
 from tests.surgery.families import FAMILIES, whole, without
 
 EMBED, HEADS, KV_HEADS, HEAD_DIM = 40, 6, 3, 10
@@ -32,7 +33,9 @@ def causes_of(a: Any, b: Any, *inputs: Any) -> list[tuple[str, dict[str, Any]]]:
     return [(cause.name, dict(cause.parameters)) for cause in causes]
 
 
-@pytest.mark.parametrize("options", [{}, {"rotary": Rotary()}, {"sink": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", others_slow([{}, {"rotary": Rotary()}, {"sink": True}]), ids=str
+)
 @pytest.mark.parametrize(
     "kept", [[2, 3, 4, 5], [4, 5, 0, 1], [5, 0, 3]], ids=["a group", "order", "one of each"]
 )
@@ -68,6 +71,7 @@ def test_a_mean_in_the_bias_is_seen() -> None:
     assert causes_of(made, layer) == [("heads gone", parameters)]
 
 
+@pytest.mark.slow
 def test_another_output_projection_is_not_explained() -> None:
     layer = layer_of()
     generator = torch.Generator().manual_seed(3)
@@ -78,8 +82,8 @@ def test_another_output_projection_is_not_explained() -> None:
     assert "nothing explains output" in str(diagnosis)
 
 
-@pytest.mark.parametrize("off", [(4,), (0, 3, 5)])
-@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("off", [(0, 3, 5), pytest.param((4,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shift", others_slow([False, True], True))
 def test_heads_without_effect_are_named(off: tuple[int, ...], shift: bool) -> None:
     layer = layer_of()
     cut = cut_of(layer).zero(off)
@@ -96,6 +100,7 @@ def test_heads_of_half_their_size_are_not_gone() -> None:
     assert "heads gone" not in dict(causes_of(other, layer))
 
 
+@pytest.mark.slow
 def test_other_heads_are_not_matched() -> None:
     layer, other = layer_of(), layer_of(num_kv_heads=2)
     torch.manual_seed(1)

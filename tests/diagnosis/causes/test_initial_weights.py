@@ -13,6 +13,7 @@ from benchmarks.faults.geometries import GEOMETRIES, Kind, layer_of
 from headwise.diagnosis.catalogue import CAUSES, INITIAL_WEIGHTS
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.search import NamedCause, search_causes
+from tests.quick import others_slow
 
 GEOMETRY = next(each for each in GEOMETRIES if each.name == "gqa-rotary")
 NAME = "weights at their initial values"
@@ -55,7 +56,7 @@ def test_other_weights_are_not_named() -> None:
     assert searched(kind, wq=low_rank) == []
 
 
-@pytest.mark.parametrize("kind", ["trained-like", "init-like"])
+@pytest.mark.parametrize("kind", others_slow(["trained-like", "init-like"]))
 def test_initial_values_that_still_hold_the_right_ones_are_not_named(kind: Kind) -> None:
     right = weights("wq", kind)
     mixed = 0.2 * drawn("wq").std() / right.std() * right + 0.96**0.5 * drawn("wq")
@@ -72,6 +73,7 @@ def named_alone(tokens: int, **changed: Tensor) -> list[NamedCause]:
     return list(search_causes(Evidence.of(model_of(right), calls), [INITIAL_WEIGHTS]).causes)
 
 
+@pytest.mark.slow
 def test_right_numbers_in_another_place_are_not_initial_values() -> None:
     mha = next(each for each in GEOMETRIES if each.name == "mha")
     stored = layer_of(mha, "init-like", Draw("weights", "mha")).all_weights()

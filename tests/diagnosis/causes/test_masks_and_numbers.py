@@ -28,6 +28,7 @@ from tests.diagnosis.causes.faulty_models import (
     searched,
 )
 from tests.diagnosis.causes.test_parts_of_a_fault import all_keys, outputs_of
+from tests.quick import others_slow
 
 EARLIER = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
 PADDED = (torch.arange(TOKENS) < torch.tensor([TOKENS, 13, 9])[:, None])[:, None, None]
@@ -109,10 +110,22 @@ WINDOW = {"window": (5, 0)}
     ("name", "settings", "change", "shows"),
     [
         ("mask after the softmax", {}, late(~PADDED), "stages"),
-        ("mask after the softmax", CAUSAL, late(~(PADDED & EARLIER)), "outputs"),
+        pytest.param(
+            "mask after the softmax",
+            CAUSAL,
+            late(~(PADDED & EARLIER)),
+            "outputs",
+            marks=pytest.mark.slow,
+        ),
         ("mask along queries", {}, seen_by(PADDED.mT), "stages"),
         ("mask along queries", {}, seen_by(PADDED.mT, -1e9), "outputs"),
-        ("window on the wrong side", WINDOW, seen_by(PADDED & (BACK >= 6), -1e9), "outputs"),
+        pytest.param(
+            "window on the wrong side",
+            WINDOW,
+            seen_by(PADDED & (BACK >= 6), -1e9),
+            "outputs",
+            marks=pytest.mark.slow,
+        ),
         ("window on the wrong side", WINDOW, seen_by(PADDED & (BACK >= 5)), "stages"),
         (
             "window on the wrong side",
@@ -229,6 +242,7 @@ def test_padding_whose_number_alone_is_kept(side: str, believed: Tensor) -> None
     assert cause.variant.parameters == {"padding": f"always on the {side}"}
 
 
+@pytest.mark.slow
 def test_a_padding_side_with_rows_that_are_left_without_keys() -> None:
     model = model_of(causal=True)
 
@@ -250,18 +264,20 @@ def outputs_under(model: AttentionModel, mask: Tensor) -> list:
 
 @pytest.mark.parametrize(
     ("factor", "words"),
-    [
-        (lambda n, _: HEAD_DIM**0.5 * n**-0.5, "1 / sqrt(keys) in place of the scale"),
-        (lambda n, _: math.log(n) / math.log(50), "log(keys) times 0.255622"),
-        (
-            lambda _, i: ((i + 1).log() / math.log(5)).clamp_min(1.0),
-            "log(position) / log(5), from there on",
-        ),
-        (
-            lambda _, i: 1 + 0.2 * (1 + ((i + 1) / 4).floor()).log(),
-            "1 + 0.2 log(1 + floor(position / 4))",
-        ),
-    ],
+    others_slow(
+        [
+            (lambda n, _: HEAD_DIM**0.5 * n**-0.5, "1 / sqrt(keys) in place of the scale"),
+            (lambda n, _: math.log(n) / math.log(50), "log(keys) times 0.255622"),
+            (
+                lambda _, i: ((i + 1).log() / math.log(5)).clamp_min(1.0),
+                "log(position) / log(5), from there on",
+            ),
+            (
+                lambda _, i: 1 + 0.2 * (1 + ((i + 1) / 4).floor()).log(),
+                "1 + 0.2 log(1 + floor(position / 4))",
+            ),
+        ]
+    ),
 )
 def test_a_temperature_by_length(factor: Callable[[int, Tensor], Tensor], words: str) -> None:
     def scores(forced: ForcedStage) -> Tensor:
@@ -299,7 +315,7 @@ SETTINGS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda x: ", ".join(x) or "plain")
+@pytest.mark.parametrize("settings", others_slow(SETTINGS), ids=lambda x: ", ".join(x) or "plain")
 def test_no_repair_is_in_force_already(settings: dict[str, object]) -> None:
     """A variant that equals the model on some inputs would repair nothing there."""
     model = model_of(**settings)

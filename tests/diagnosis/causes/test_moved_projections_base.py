@@ -19,6 +19,7 @@ from benchmarks.faults.reference_layer import ReferenceLayer
 from headwise.diagnosis.catalogue import CAUSES
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.search import NamedCause, search_causes
+from tests.quick import others_slow
 
 Edit = Callable[[dict[str, Tensor]], Mapping[str, Tensor | None]]
 
@@ -149,11 +150,13 @@ def test_separate_mistakes_are_all_named() -> None:
 
 @pytest.mark.parametrize(
     "edit",
-    [
-        lambda w: {"wk": w["wk"] + 0.01 * w["wk"].roll(1, 1)},
-        lambda w: {"wv": w["wv"].square()},
-        lambda w: {"wo": w["wo"] + 0.01 * w["wo"].roll(1, 0)},
-    ],
+    others_slow(
+        [
+            lambda w: {"wk": w["wk"] + 0.01 * w["wk"].roll(1, 1)},
+            lambda w: {"wv": w["wv"].square()},
+            lambda w: {"wo": w["wo"] + 0.01 * w["wo"].roll(1, 0)},
+        ]
+    ),
 )
 def test_another_change_is_no_move(edit: Edit) -> None:
     right = layer("mha")
@@ -161,7 +164,8 @@ def test_another_change_is_no_move(edit: Edit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source_dim", "pairs"), [(None, "qk qo kq vk ok ov"), (29, "kv vk qo oq")]
+    ("source_dim", "pairs"),
+    others_slow([(None, "qk qo kq vk ok ov"), (29, "kv vk qo oq")], (29, "kv vk qo oq")),
 )
 def test_a_projection_loaded_as_another_one_is_named(source_dim: int | None, pairs: str) -> None:
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, pro
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.layers import NativeSubject
 from tests.diagnosis.causes.faulty_models import WIDTH, inputs_of, model_of, recorded, searched
+from tests.quick import others_slow
 
 LAST = ("norm inside", "residual inside", "factor", "bias missing", "adapters merged or not")
 
@@ -71,7 +72,7 @@ class Inside(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("kind", others_slow(["layer", "rms"]))
 def test_a_norm_of_the_input_with_weights_is_read_off_a_function(kind: str) -> None:
     torch.manual_seed(5)
     layer = Attention(40, 5, rotary=Rotary())

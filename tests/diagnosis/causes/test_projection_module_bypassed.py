@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, compare
 from headwise.diagnosis.results import Verdict
+from tests.quick import others_slow
 
 
 def layer() -> Attention:
@@ -33,13 +34,14 @@ def causes(a: Attention, b: Attention) -> list[tuple[str, object]]:
     return [(cause.name, cause.parameters) for cause in diagnosis.function.causes]
 
 
-@pytest.mark.parametrize("role", ["q", "k", "v", "o"])
+@pytest.mark.parametrize("role", others_slow(["q", "k", "v", "o"]))
 def test_a_hook_that_never_runs(role: str) -> None:
     original = layer()
     hooked = with_hook(original, role, lambda output: 0.6 * output)
     assert causes(original, hooked) == [("projection never called", {"roles": role})]
 
 
+@pytest.mark.slow
 def test_beside_a_scale() -> None:
     original = layer()
     hooked = with_hook(original, "v", lambda output: 0.6 * output)
@@ -66,6 +68,7 @@ def test_another_factor_than_that_of_the_hook_is_no_missing_call() -> None:
     assert [name for name, _ in causes(mine, theirs)] == ["factor"]
 
 
+@pytest.mark.slow
 def test_a_hook_that_no_cause_explains_is_not_the_same() -> None:
     original = layer()
     hooked = with_hook(original, "v", torch.tanh)

@@ -20,6 +20,7 @@ from tests.diagnosis.causes.faulty_models import (
     recorded,
     searched,
 )
+from tests.quick import others_slow
 
 BUCKETS, MAX_DISTANCE = 12, 15
 RULE = BucketRule(BUCKETS, MAX_DISTANCE, bidirectional=True)
@@ -125,6 +126,6 @@ NEAR = {
 }
 
 
-@pytest.mark.parametrize("words", NEAR)
+@pytest.mark.parametrize("words", others_slow(NEAR))
 def test_what_looks_like_these_causes_is_unknown(words: str) -> None:
     assert causes_of(NEAR[words]) == []

@@ -25,6 +25,7 @@ from tests.diagnosis.causes.faulty_models import (
     searched,
 )
 from tests.diagnosis.causes.test_parts_of_a_fault import SLOPES, outputs_of
+from tests.quick import others_slow
 
 ALIBI = {"causal": True, "rotary": None, "score_bias": AlibiRule(slopes=SLOPES)}
 
@@ -46,7 +47,7 @@ def of_head(model: AttentionModel, head: int, *names: str) -> AttentionModel:
 
 
 @pytest.mark.parametrize("shows", [lambda m: recorded(m, inputs_of()), outputs_of])
-@pytest.mark.parametrize("head", [0, HEADS - 1])
+@pytest.mark.parametrize("head", others_slow([0, HEADS - 1]))
 @pytest.mark.parametrize(
     ("part", "names"),
     [

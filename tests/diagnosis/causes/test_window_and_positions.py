@@ -93,6 +93,7 @@ def test_two_offsets_are_both_named() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_an_offset_of_both_changes_no_score_and_is_not_named() -> None:
     model = model_of()
     other = model.with_rotary(q_offset=2, k_offset=2)

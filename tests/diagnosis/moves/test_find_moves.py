@@ -23,6 +23,7 @@ from tests.diagnosis.moves.projections import (
     projections,
     refused,
 )
+from tests.quick import others_slow
 
 Mistake = Callable[[Rows], Rows]
 
@@ -152,7 +153,7 @@ def test_only_the_rotated_channels_are_permuted(width: int) -> None:
     )
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("geometry", others_slow(GEOMETRIES))
 def test_heads_in_any_order_are_found(geometry: str) -> None:
     b = projections(geometry)
     heads = b.matrices["q"].shape[0]

@@ -37,6 +37,7 @@ from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.function import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 from headwise.layers import Alibi, QKNorm, T5Bias
 from tests.diagnosis.repairs.code import define, name_weights
+from tests.quick import others_slow
 
 WHOLE = (
     PROJECTIONS,
@@ -86,7 +87,7 @@ def layer_of(shape: str) -> Attention:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("language", ["torch", "numpy"])
+@pytest.mark.parametrize("language", others_slow(["torch", "numpy"]))
 def test_the_lines_of_all_places_are_the_layer(shape: str, language: str) -> None:
     layer = layer_of(shape)
     model = NativeSubject(layer).model
