@@ -19,6 +19,7 @@ from headwise.surgery.channels import key_channels, record_products, value_chann
 from headwise.surgery.maps import How
 from headwise.surgery.merge import merge_heads
 from headwise.surgery.steps import Merge
+from tests.scanning import models
 from tests.surgery import small
 from tests.surgery.layers import budget_of
 
@@ -105,21 +106,21 @@ def test_heads_that_are_alike_up_to_maps_merge_without_loss(
     assert (cut_layer(plain.layers[""], layer)(held_out) - layer(held_out)).abs().max() > 0.01
 
 
-def cost_of_keys(q: Tensor, k: Tensor, width: int) -> float:
+def cost_of_keys(q: Tensor, k: Tensor, width: int, *, centred: bool) -> float:
     """The mean square of all products of queries and keys, over all turns of each plane."""
     half = width // 2
     sizes = [x[..., :half].square() + x[..., half:width].square() for x in (q, k)]
     turned = torch.einsum("shp,thp->st", *sizes).mean() / 2
     rest = k[..., width:]
-    if not width:  # what all keys have in common changes no weight
+    if centred:
         rest = rest - rest.mean(0)
     free = torch.einsum("shd,thd->sth", q[..., width:], rest).square().sum(2).mean()
     return float(turned + free)
 
 
-@pytest.mark.parametrize("kind", ROTARY)
+@pytest.mark.parametrize("kind", [*ROTARY, "sink"])
 def test_channels_are_those_of_keys_queries_and_values(kind: str) -> None:
-    layer = layer_with(**ROTARY[kind])
+    layer = layer_with(**(ROTARY | {"sink": {"sink": True}})[kind])
     products = record_products(ModelHeads(layer), [x_of(), x_of(2)])[""]
     state = canonical_state(layer, layer.state_dict())
     x = torch.cat([x_of(), x_of(2)]).flatten(0, 1)
@@ -127,11 +128,13 @@ def test_channels_are_those_of_keys_queries_and_values(kind: str) -> None:
     q = torch.einsum("te,hde->thd", x, state["wq"]) + state["bq"]
     v = torch.einsum("te,hde->thd", x, state["wv"]) + state["bv"]
     keys = key_channels(state, layer.spec, products)
-    width = {"no rotary": 0, "rotary": HEAD_DIM, "partial rotary": 6}[kind]
-    expected = cost_of_keys(q, k.repeat_interleave(2, 1), width)
+    width = {"no rotary": 0, "sink": 0, "rotary": HEAD_DIM, "partial rotary": 6}[kind]
+    # What all keys have in common changes no weight, unless it turns or a sink has none of it.
+    expected = cost_of_keys(q, k.repeat_interleave(2, 1), width, centred=kind == "no rotary")
     assert sum(each.total for each in keys) == pytest.approx(expected, rel=1e-10)
     [values] = value_channels(state, products)
-    spread = (v - v.mean(0)).repeat_interleave(2, 1)
+    mean = 0.0 if kind == "sink" else v.mean(0)  # which the bias can hold where weights sum to 1
+    spread = (v - mean).repeat_interleave(2, 1)
     written = torch.einsum("thv,hvo->tho", spread, state["wo"])
     assert values.total == pytest.approx(float(written.square().sum((1, 2)).mean()), rel=1e-10)
 
@@ -218,3 +221,29 @@ def test_a_map_of_one_side_alone_is_refused() -> None:
         LayerCut(HEADS, KV_HEADS).merge(2, key=one)
     with pytest.raises(ShapeError, match="maps of query"):
         LayerCut(HEADS, KV_HEADS).merge(2, key=one, query=one[:2])
+
+
+def test_padding_has_no_part_in_the_products() -> None:
+    model, given = models.bert(), small.text()
+    heads, mask = ModelHeads(model), given["attention_mask"].bool()
+    padded = record_products(heads, [given])
+    alone = [ids[real][None] for ids, real in zip(given["input_ids"], mask, strict=True)]
+    expected = record_products(heads, [{"input_ids": ids} for ids in alone])
+    assert padded.keys() == expected.keys() == heads.specs.keys()
+    for name, products in padded.items():
+        for part in ("queries", "source"):
+            torch.testing.assert_close(
+                getattr(products, part), getattr(expected[name], part), rtol=1e-9, atol=1e-9
+            )
+
+
+def test_the_curve_has_the_plain_mean_of_neighbours() -> None:
+    model, given, held_out = models.bert(), small.text(seed=0), small.text(seed=5)
+    result = regroup(model, [given], kv_heads=2, held_out=[held_out])
+    assert any(row["groups"] != [[0, 1], [2, 3]] for row in result.plan.table())
+    plain = Cut({name: layer.merge(2) for name, layer in ModelHeads(model).whole()})
+    value = result.plan.quality.values(cut_model(plain, model), [held_out]).mean()
+    [point] = [point for point in result.curve if point.kv_heads == 2]
+    assert point.mean == pytest.approx(float(value), rel=1e-12)
+    assert point.merged == pytest.approx(float(result.after.mean()), rel=1e-12)
+    assert point.merged != pytest.approx(point.mean, rel=1e-6)
