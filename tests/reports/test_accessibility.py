@@ -92,6 +92,17 @@ def test_axe_finds_nothing_where_files_are_chosen(
         assert violations(opened) == []
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_axe_finds_nothing_in_what_is_said_about_the_page(
+    browser: Chromium, path: Path, scheme: str
+) -> None:
+    with browser.open(path, width=390, height=400, color_scheme=scheme) as opened:
+        opened.page.click(".about summary")
+        notes = opened.page.locator(".about .notes")
+        assert notes.evaluate("(notes) => notes.scrollHeight > notes.clientHeight")
+        assert violations(opened) == []
+
+
 def test_axe_can_find_something(browser: Chromium, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<!doctype html><html><body><img src='data:,'><button></button></body></html>")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from headwise import scan as scan_model
 from headwise.models import tiny
@@ -157,6 +160,57 @@ def test_columns_out_of_sight_fade_the_edge(browser: Chromium, large: Path) -> N
         opened.poll(f"!document.querySelector('{cells}').matches('[data-more]')")
     with browser.open(large, width=1440, height=900) as opened:
         assert not opened.page.locator(f"{cells}[data-more]").count()
+
+
+def test_both_answers_about_a_token_are_in_sight(browser: Chromium, worded: Path) -> None:
+    address = "#h=0.0&o=0.2.3&m=both&t=40"
+    for width, height in SIZES:
+        with browser.open(worded, width=width, height=height, address=address) as opened:
+            opened.poll("document.querySelectorAll('.summary .answer').length === 2")
+            summary = box(opened, ".summary")
+            for n, name in enumerate(("0.0", "2.3")):
+                line, most = (f".summary .answer >> nth={n}", ".entry >> nth=0")
+                assert opened.page.inner_text(line).startswith(f"{name}: ")
+                left, top, right, bottom = box(opened, f"{line} >> {most}")
+                assert summary[0] <= left < right <= summary[2]
+                assert summary[1] - 1 <= top < bottom <= summary[3] + 1
+
+
+def test_a_quotation_mark_stands_in_single_ones(browser: Chromium, worded: Path) -> None:
+    with browser.open(worded, address="#h=0.0&t=1") as opened:
+        opened.poll("document.querySelectorAll('.summary .entry').length > 0")
+        marks = [
+            n
+            for n in range(16)
+            if opened.page.evaluate(f"headwise.app.loaded.keys.word(0, {n})") == "“"
+        ]
+        opened.do(f"headwise.app.set({{ token: {marks[0]} }})", f"s.token === {marks[0]}")
+        opened.poll(f"headwise.app.light.lights.token === {marks[0]}")
+        assert f"‘“’ at {marks[0]} looks at" in opened.page.inner_text(".summary")
+        assert "““" not in opened.page.inner_text(".headwise")
+
+
+def test_no_cell_shows_left_of_the_number_of_its_layer(browser: Chromium, large: Path) -> None:
+    with browser.open(large, width=390, height=844, has_touch=True, is_mobile=True) as opened:
+        opened.do("headwise.app.set({ tab: 'heads' })", "s.tab === 'heads'")
+        cells = opened.page.locator("[data-part=grid] .cells")
+        cells.evaluate("(all) => { all.scrollLeft = 60; }")
+        opened.page.wait_for_timeout(60)
+        left, top, _, bottom = box(opened, "[data-part=grid] .cells .row:nth-child(2) .number")
+        edge = cells.bounding_box()
+        assert edge is not None
+        clip = {"x": edge["x"], "y": top, "width": left + 20 - edge["x"], "height": bottom - top}
+        paper = Image.open(io.BytesIO(opened.page.screenshot(clip=clip))).convert("RGB")
+        left_of_it = np.asarray(paper)[:, : max(1, round(left - edge["x"])) + 3]
+        assert np.ptp(left_of_it.reshape(-1, 3), axis=0).max() == 0
+
+
+def test_another_scheme_draws_the_differences_again(browser: Chromium, path: Path) -> None:
+    with browser.open(path, address="#h=1.0&o=0.2.3&m=diff") as opened:
+        middle = "getComputedStyle(document.querySelectorAll('.map .swatch')[2]).backgroundColor"
+        light = opened.page.evaluate(middle)
+        opened.page.emulate_media(color_scheme="dark")
+        opened.poll(f"{middle} !== '{light}'")
 
 
 # The texts that an element on the way up cuts, that are wider than their block, or that leave the

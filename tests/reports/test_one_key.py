@@ -200,6 +200,7 @@ def test_a_word_may_be_anything() -> None:
     for word, shown in (
         ("{}", "“{}”, token 0"),
         ("one key", "“one key”, token 0"),
+        ("“", "‘“’, token 0"),
         ("\n\u202e", "“\\n\\u202e”, token 0"),
         ("x" * 40, f"“{'x' * 32}…”, token 0"),
         ("", "token 0"),

@@ -15,7 +15,7 @@ from headwise.scanning.diff import APART, ScanDiff
 from headwise.scanning.links import Direction, TokenWeights, find_answer
 from headwise.scanning.result import HeadScan
 from headwise.support.lazy import require_package
-from headwise.support.text import describe_value, escape_unprintable
+from headwise.support.text import describe_value, escape_unprintable, in_quotes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -409,7 +409,7 @@ def _name_token(
     scan: HeadScan, text: int | None, sequence: int, token: int, name_of: Names | None
 ) -> str:
     word = _word_of(scan, text, sequence, token, name_of)[:MOST_LETTERS]
-    return f"“{word}” at {token:,}" if word else f"token {token:,}"
+    return f"{in_quotes(word)} at {token:,}" if word else f"token {token:,}"
 
 
 def _name_head(scan: HeadScan, layer: int, head: int) -> str:

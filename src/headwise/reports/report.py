@@ -30,7 +30,7 @@ from headwise.scanning.layer import (
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.catalogue import PICTURED
 from headwise.scanning.statistics.statistic import Definition
-from headwise.support.text import describe_count, escape_unprintable
+from headwise.support.text import describe_count, escape_unprintable, in_quotes
 
 LEAST_SHARE = 0.05  # a head with a smaller share of its weight does not stand out by this share
 # A head stands out if its value is so many times that of the middle head, or so many times less.
@@ -529,7 +529,7 @@ def _describe_one_key(scan: HeadScan, head: HeadValue, name_of: Callable[[int], 
     key, word, _ = blobs.most_received_tokens(scan, head.layer_index, rows, name_of)[0]
     word = escape_unprintable(word)
     word = word if len(word) <= LONGEST_WORD else f"{word[:LONGEST_WORD]}…"
-    return f"“{word}”, token {key:,}" if word else f"token {key:,}"
+    return f"{in_quotes(word)}, token {key:,}" if word else f"token {key:,}"
 
 
 def _make_standout_head(

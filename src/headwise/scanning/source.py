@@ -21,7 +21,7 @@ from headwise.scanning.selection import Layers, Numbers, Statistics, normalise_t
 from headwise.scanning.written import WrittenText
 from headwise.support.progress import Progress
 from headwise.support.tensors import map_leaves
-from headwise.support.text import describe_count, escape_unprintable
+from headwise.support.text import describe_count, escape_unprintable, in_quotes
 
 MOST_NAMES = 6  # special tokens that are named; some models have hundreds
 TEXT_LENGTH = 4096  # default number of tokens of a text
@@ -110,7 +110,7 @@ class ModelToScan:
         sentences = []
         for kind, names in (("Separators", [*self.separators]), ("Special tokens", special)):
             shown = [escape_unprintable(name) for name in names]
-            quoted = ", ".join(f"“{name}”" if len(name) < 3 else name for name in shown)
+            quoted = ", ".join(in_quotes(name) if len(name) < 3 else name for name in shown)
             if more > 0 and names is special:
                 quoted += f" and {more} more"
             sentences += [f"{kind}: {quoted}."] if names else []

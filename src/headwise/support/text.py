@@ -101,6 +101,11 @@ def _describe_container(value: Collection[Any]) -> str:
     return repr(value) if short else f"a {type(value).__name__} of length {len(value)}"
 
 
+def in_quotes(word: str) -> str:
+    """Put a word into quotation marks: ``“it”``; single ones if it has double ones: ``‘“’``."""
+    return f"‘{word}’" if {*'"“”„'} & {*word} else f"“{word}”"
+
+
 def escape_unprintable(text: str) -> str:
     """Escape characters that cannot be printed, and show a text of spaces as ``␣``.
 

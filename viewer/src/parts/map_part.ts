@@ -91,7 +91,7 @@ export class MapPart implements Part {
     const hasSquares = this.panes.some((pane) => pane.hasSquares);
     const ranks = this.app.loaded?.top?.ranks ?? 0;
     const squares = hasSquares ? ` Squares: the ${ranks > 1 ? `${ranks} largest weights` : "largest weight"} of each token.` : "";
-    this.badge.textContent = this.app.light.badge + squares;
+    this.badge.textContent = this.badge.title = this.app.light.badge + squares;
   }
 
   /** Say the cell under the cursor: its queries, its keys, and its weight in each map. */

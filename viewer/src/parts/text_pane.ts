@@ -84,7 +84,9 @@ export class TextPane implements Part {
     this.lights = lights;
     const { app } = this;
     const isPair = app.state.mode === "both" && app.beside.light.lights.token !== null;
-    this.summary.replaceChildren(...this.words(app), ...(isPair ? [". ", ...this.words(app.beside)] : []), this.pair());
+    const first = [...this.words(app), this.pair()];
+    if (isPair) this.summary.replaceChildren(answer(...first, ". "), answer(...this.words(app.beside)));
+    else this.summary.replaceChildren(...first);
     this.summary.title = this.summary.textContent ?? "";
     this.main.lit(lights);
     if (this.isCross) this.keys.lit(lights);
@@ -134,6 +136,9 @@ export class TextPane implements Part {
     return { summary: this.summary.textContent, lines: this.main.lineCount };
   }
 }
+
+/** Return an answer as two lines. */
+const answer = (...words: (string | HTMLElement)[]): HTMLElement => element("span", { class: "answer" }, ...words);
 
 function nameOf(token: number, text: Text | null, sequence: number): string {
   return text?.isKnown ? `${inQuotes(visible(text.word(sequence, token)))} at ${count(token)}` : `token ${count(token)}`;
