@@ -192,6 +192,11 @@ HEADS_GONE = Cause(
     ("q", "k", "v", *NORMED, "scores", "weights", "head outputs", "output"),
     cost=1.5,
 )
+KV_HEADS_MERGED = Cause(
+    "kv heads merged",
+    ("q", "k", "v", *NORMED, "scores", "weights", "head outputs", "output"),
+    cost=1.5,
+)
 SPLIT_WITHOUT_TRANSPOSE = Cause("split without transpose", ("q", "k", "v"))
 MERGE_WITHOUT_TRANSPOSE = Cause("merge without transpose", ("output",))
 BATCH_AND_HEADS = Cause("batch and heads in another order", ("q", "k", "v", *MIXED))

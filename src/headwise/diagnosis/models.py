@@ -290,15 +290,36 @@ class LayerPair:
             likely = replace(explained, candidates=tuple(named.causes))
             is_enough = not likely.search.left.cells_beyond_rounding
             explained = likely if is_enough or parted in named.unexplained else explained
+            if explained.search.left.cells_beyond_rounding:
+                named.unexplained.add(parted)
+                explained = self._explain_with_roles_swapped() or explained
         blind = self._describe_blind_spot() if explained.outputs_agree else ""
         report = explained.report(**self._stated, blind=blind)
         if not exchanged_with:
             causes = [each.cause for each in explained.search.causes]
             named.causes += [cause for cause in causes if cause not in named.causes]
-            if explained.search.left.cells_beyond_rounding:
-                named.unexplained.add(parted)
         more = {"exchanged_with": exchanged_with, "is_of_second": is_of_second}
         return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
+
+    def _explain_with_roles_swapped(self) -> search.ExplainedCalls | None:
+        """Return the call of the second as the first explains it, by heads that it lacks.
+
+        None where they leave anything, or the first does not run as stated.
+        """
+        if (model := self.mine.model) is None or self._known is not self.theirs:
+            return None
+        if measure_gaps(model, [self.mine.call]).cells_beyond_rounding:
+            return None
+        swapped = LayerPair(self.second, self.first, self.theirs, self.mine)
+        other = search.ExplainedCalls(
+            model,
+            [swapped._call_to_explain],
+            [self.first.inputs],
+            self.theirs.stored,
+            candidates=(catalogue.HEADS_GONE, catalogue.KV_HEADS_MERGED),
+            side="second",
+        )
+        return None if other.search.left.cells_beyond_rounding else other
 
     @property
     def _stated(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis import watch
-from headwise.diagnosis.catalogue import CAUSES, HEADS_GONE, Cause
+from headwise.diagnosis.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, Cause
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.diagnosis.pairs import find_best_pair
@@ -105,9 +105,12 @@ class ExplainedCalls:
 
     @property
     def _search_beside_gone_heads(self) -> CauseSearchResult:
-        """The heads that are gone, which alone change the number of rows, and causes beside."""
+        """The heads that are gone, which alone change the number of rows, and causes beside.
+
+        Kv heads of those that are left may have been merged.
+        """
         evidence = Evidence(self.model, self.calls, self.gaps)
-        gone = search_causes(evidence, (HEADS_GONE,))
+        gone = search_causes(evidence, (HEADS_GONE, KV_HEADS_MERGED))
         if not gone.causes:
             return gone
         evidence = Evidence.of(gone.causes[-1].model, self.calls)

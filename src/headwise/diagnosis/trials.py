@@ -299,7 +299,8 @@ def _apply_variant_in_cells(
     """Return the model with the fault where it explains, and whether that is in part only."""
     explained = {stage for stage, _, _ in cells}
     broken = after.cells_beyond_rounding
-    has_other_heads = variant.model.weights["wq"].shape != evidence.model.weights["wq"].shape
+    before, changed = evidence.model.weights, variant.model.weights
+    has_other_heads = any(changed[name].shape != before[name].shape for name in ("wq", "wk"))
     if not broken or has_other_heads:  # other heads are never those of some stages alone
         return variant.model, False
     model = evidence.model

@@ -1,7 +1,7 @@
-"""Causes in the number of heads: some are gone, or give nothing, as after pruning."""
+"""Causes in the number of heads: some are gone, give nothing, or were merged."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.distance import slopes_of
 from headwise.function.spec import AlibiRule
-from headwise.function.weights import take_heads
+from headwise.function.weights import AXES, State, take_heads
 
 
 def _heads_gone(evidence: Evidence) -> Variants:
@@ -24,7 +24,7 @@ def _heads_gone(evidence: Evidence) -> Variants:
     """
     for model, gone in _models_without_heads(evidence):
         parameters: dict[str, object] = {"without heads": gone}
-        repair = "put these heads back, from the weights of the second"
+        repair = "put these heads back, from the weights of the other one"
         shifted = _with_mean_gap_in_bias(model, evidence.calls)
         if shifted is not None and not _output_parts(shifted, evidence.calls):
             parameters["bias"] = "another one"
@@ -71,13 +71,8 @@ def _find_recorded_heads(evidence: Evidence) -> tuple[tuple[int, ...], tuple[int
     There are fewer recorded heads than the model has.
     """
     model, stages = evidence.model, [evidence.shown_stages[role] for role in ("q", "k")]
-    if {*stages} - {*NORMED, "q", "k"}:  # neither was recorded
-        return None
-    calls = [call for call in evidence.calls if {*stages} <= {*call.stages}]
-    if not calls:
-        return None
-    call = min(calls, key=lambda call: call.inputs.x.numel())
-    if call.stages[stages[0]].shape[1] >= model.settings.num_heads:
+    call = _find_smallest_call(evidence, stages)
+    if call is None or call.stages[stages[0]].shape[1] >= model.settings.num_heads:
         return None
     heads, kv_heads = (_match_heads(model, call, stage) for stage in stages)
     if heads is None or kv_heads is None or len(heads) % len(kv_heads):
@@ -88,6 +83,14 @@ def _find_recorded_heads(evidence: Evidence) -> tuple[tuple[int, ...], tuple[int
         head // model.settings.group == kv for head, kv in zip(heads, sources, strict=True)
     )
     return (heads, kv_heads) if belongs else None
+
+
+def _find_smallest_call(evidence: Evidence, stages: Sequence[str]) -> RecordedCall | None:
+    """Return the smallest call with these stages of queries, keys or values; None for others."""
+    if {*stages} - {*NORMED, "q", "k", "v"}:  # they were not recorded
+        return None
+    calls = [call for call in evidence.calls if {*stages} <= {*call.stages}]
+    return min(calls, key=lambda call: call.inputs.x.numel(), default=None)
 
 
 def _match_heads(model: AttentionModel, call: RecordedCall, stage: str) -> tuple[int, ...] | None:
@@ -145,3 +148,101 @@ def _with_mean_gap_in_bias(
     if bool((gap.abs() <= gaps.allowed_difference(forced).amax()).all()):
         return None
     return model.with_weights(bo=gap + model.weights.get("bo", torch.zeros_like(gap)))
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """Recorded heads, by the numbers of the model's.
+
+    Attributes:
+        heads: the model's head that each one is.
+        groups: the model's kv heads that each different kv head is the mean of.
+        copies: the number of equal kv heads that stand side by side.
+    """
+
+    heads: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    copies: int
+
+    def apply(self, model: AttentionModel) -> AttentionModel:
+        """Return the model of these heads, whose means have the dtype of its weights."""
+        first = [group[0] for group in self.groups for _ in range(self.copies)]
+        taken, dtype = _take(model, self.heads, tuple(first)), _narrowest_dtype(model.weights)
+        merged = {
+            name: torch.stack([x[list(group)].mean(0) for group in self.groups])
+            for name, x in model.weights.items()
+            if AXES[name][0] == "kv_heads"
+        }
+        return taken.with_weights(
+            **{n: x.to(dtype).to(x).repeat_interleave(self.copies, 0) for n, x in merged.items()}
+        )
+
+    def parameters(self, num_heads: int) -> dict[str, object]:
+        """Return the groups, and the heads that are gone or in another order."""
+        stated: dict[str, object] = {
+            "kv heads": ", ".join("+".join(map(str, group)) for group in self.groups)
+        }
+        if gone := sorted({*range(num_heads)} - {*self.heads}):
+            stated["without heads"] = tuple(gone)
+        if list(self.heads) != sorted(self.heads):
+            stated["heads in the order"] = self.heads
+        return stated
+
+
+def _narrowest_dtype(weights: State) -> torch.dtype:
+    """Return the narrowest dtype that holds all of these numbers."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if all(torch.equal(x.to(dtype).to(x), x) for x in weights.values()):
+            return dtype
+    return torch.float64
+
+
+def _kv_heads_merged(evidence: Evidence) -> Variants:
+    """Yield the model with the means of those kv heads that the recorded heads read."""
+    stages = [evidence.shown_stages[role] for role in "qkv"]
+    if not evidence.parted_calls_and_heads(*stages[1:]):
+        return
+    merged = _find_merged_heads(evidence, stages)
+    if merged is None:
+        return
+    model = merged.apply(evidence.model)
+    # All of them, or none: keys alone may be anything, where values are not their means too.
+    if not gaps.measure_gaps(model, evidence.calls, stages).cells_beyond_rounding:
+        repair = "put these kv heads back, from the weights of the other one: a mean does not tell"
+        parameters = merged.parameters(evidence.model.settings.num_heads)
+        yield Variant(model, parameters, f"{repair} what it was made of")
+
+
+def _find_merged_heads(evidence: Evidence, stages: Sequence[str]) -> _Merged | None:
+    """Return the heads with kv heads that stand for several of the model's; None for no such.
+
+    Recorded queries tell which of the model's heads each one is, and so which of its kv heads a
+    recorded kv head stands for.
+    """
+    settings, call = evidence.model.settings, _find_smallest_call(evidence, stages)
+    if call is None:
+        return None
+    copies = _count_copies(evidence.model, call)
+    different = call.stages["v"].shape[1] // copies
+    if different >= settings.num_kv_heads:
+        return None
+    heads = _match_heads(evidence.model, call, stages[0])
+    if heads is None or len(heads) % different:
+        return None
+    sources = torch.tensor(heads).div(settings.group, rounding_mode="floor")
+    groups = tuple(tuple(sorted({*run})) for run in sources.reshape(different, -1).tolist())
+    if all(len(group) == 1 for group in groups):  # heads are gone, and no kv heads were merged
+        return None
+    return _Merged(heads, groups, copies)
+
+
+def _count_copies(model: AttentionModel, call: RecordedCall) -> int:
+    """Return the largest number of recorded kv heads side by side that all have equal values."""
+    values, bound = call.stages["v"], gaps.allowed_difference(model.prepare_stage("v", call)).amax()
+    count = values.shape[1]
+    for copies in range(count, 1, -1):
+        if count % copies == 0:
+            runs = values.unflatten(1, (-1, copies))
+            if bool(((runs - runs[:, :, :1]).abs() <= bound).all()):
+                return copies
+    return 1

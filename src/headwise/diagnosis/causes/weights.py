@@ -3,7 +3,7 @@
 Most mistakes in weights are moves (`headwise.diagnosis.moves`), and have no function here.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations, product
 
 import torch
@@ -279,11 +279,12 @@ def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | 
     rounding = bound.norm() + _norm_of_stored_rounding(evidence, x, matrix + added)
     rank = _count_ranks(change, rounding)
     span = int(torch.linalg.matrix_rank(x))
-    if not 0 < LOW * rank <= min(span, change.shape[1]) or span == len(x):
-        return None
-    # What an adapter adds has its rank in every head; a change of each head has a lower one.
     width = weight.shape[1]
     blocks = [*change.split(width, 1)]
+    different = width * _count_different(blocks, bound) if role != "o" else change.shape[1]
+    if not 0 < LOW * rank <= min(span, different) or span == len(x):
+        return None
+    # What an adapter adds has its rank in every head; a change of each head has a lower one.
     if role == "o":
         blocks = [a @ b for a, b in zip(x.split(width, 1), added.split(width), strict=True)]
     if any(_count_ranks(block, rounding) < min(rank, width) for block in blocks):
@@ -297,6 +298,18 @@ def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | 
     whole = weight.new_zeros(weight.shape)
     whole.flatten(0, 1)[channels] = added.T
     return rank, whole
+
+
+def _count_different(blocks: Sequence[Tensor], bound: Tensor) -> int:
+    """Return the number of blocks, without those that equal one before them up to rounding.
+
+    Heads that share their rows have a change of low rank without an adapter.
+    """
+    different: list[Tensor] = []
+    for block in blocks:
+        if all(bool(((block - each).abs() > bound.amax()).any()) for each in different):
+            different.append(block)
+    return len(different)
 
 
 def _count_ranks(change: Tensor, rounding: Tensor) -> int:

@@ -1,0 +1,222 @@
+"""Layers and models whose kv heads were merged, against those that they were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise
+from headwise import Attention
+from headwise.diagnosis.results import Diagnosis, Verdict
+from headwise.surgery import Cut, LayerCut, ModelHeads, cut_layer, cut_model, regroup
+from headwise.surgery.maps import How
+from tests.surgery.families import FAMILIES, GROUPED, inputs_of
+
+EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 40, 12, 6, 10, 7
+NAME = "kv heads merged"
+Causes = list[tuple[str, dict[str, Any], str]]
+
+
+def merged(model: Any, count: int, order: Sequence[int] | None = None) -> Any:
+    """The model whose layers have kv heads of so many, after the heads were put in an order."""
+    layers = {}
+    for name, cut in ModelHeads(model).whole():
+        moved = cut if order is None else cut.keep(order)
+        layers[name] = moved.merge(cut.num_kv_heads // count)
+    return cut_model(Cut(layers), model)
+
+
+def causes_of(diagnosis: Diagnosis) -> list[Causes]:
+    """The name, the parameters and the side of each cause of each layer."""
+    layers = diagnosis.model.layers if diagnosis.model else ()
+    comparisons = [layer.comparison for layer in layers]
+    comparisons += [diagnosis.function] if diagnosis.function else []
+    return [[(c.name, dict(c.parameters), c.side) for c in each.causes] for each in comparisons]
+
+
+def expect(a: Any, b: Any, inputs: Any, parameters: dict[str, Any]) -> None:
+    """Check that this cause explains all of it, whichever of the two comes first."""
+    for first, second, side in ((a, b, "first"), (b, a, "second")):
+        diagnosis = headwise.compare(first, second, inputs)
+        layers = causes_of(diagnosis)
+        assert layers == [[(NAME, parameters, side)]] * len(layers), str(diagnosis)
+        assert f"{NAME} explains all of it" in str(diagnosis)
+        assert diagnosis.verdict is Verdict.DIFFERENT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_mean_of_neighbours_in_each_family(family: str) -> None:
+    model = FAMILIES[family]()
+    count = 3 if family in GROUPED else 2
+    groups = "0+1+2" if family in GROUPED else "0+1, 2+3, 4+5"
+    expect(merged(model, count), model, inputs_of(model), {"kv heads": groups})
+
+
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_the_mean_of_heads_in_another_order(family: str) -> None:
+    model, order = FAMILIES[family](), (0, 3, 5, 1, 4, 2)
+    parameters = {"kv heads": "0+3+5, 1+2+4", "heads in the order": order}
+    expect(merged(model, 3, order), model, inputs_of(model), parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_weights_of_other_dtypes(family: str, dtype: torch.dtype) -> None:
+    model = FAMILIES[family]()
+    for parameter in model.parameters():  # frequencies of rotations stay what they are
+        parameter.data = parameter.data.to(dtype)
+    diagnosis = headwise.compare(merged(model, 3), model, inputs_of(model)["input_ids"])
+    assert all([name for name, _, _ in layer] == [NAME] for layer in causes_of(diagnosis))
+    assert f"{NAME} explains all of it" in str(diagnosis)
+
+
+@pytest.mark.parametrize("how", [how for how in get_args(How) if how != "mean"])
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_merges_by_maps_have_no_known_cause(family: str, how: How) -> None:
+    model = FAMILIES[family]()
+    torch.manual_seed(3)
+    for parameter in model.parameters():  # no numbers of an initialisation, which has a cause
+        parameter.data *= 0.5 + 2 * torch.rand(parameter.shape) ** 3
+    ids = inputs_of(model)["input_ids"]
+    made = regroup(model, [ids[:1], ids[1:]], kv_heads=1, merge=how).model
+    for a, b in ((made, model), (model, made)):
+        diagnosis = headwise.compare(a, b, ids)
+        assert causes_of(diagnosis) == [[]] * 2
+        assert diagnosis.verdict is Verdict.UNKNOWN
+
+
+def layer_of(**options: Any) -> Attention:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "num_kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "value_dim": VALUE_DIM,
+    }
+    return Attention(EMBED, HEADS, **{**sizes, **options})
+
+
+def whole() -> LayerCut:
+    return LayerCut(HEADS, KV_HEADS)
+
+
+ORDER = [4, 5, 0, 1, 11, 10, 2, 3, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("options", [{}, {"k_bias": True, "v_bias": True}, {"sink": True}], ids=str)
+@pytest.mark.parametrize(
+    ("cut", "parameters"),
+    [
+        (whole().merge(3), {"kv heads": "0+1, 2+3, 4+5"}),
+        (
+            whole().keep(ORDER).merge(2),
+            {"kv heads": "0+2+5, 1+3+4", "heads in the order": tuple(ORDER)},
+        ),
+        (whole().merge(2).expand(4), {"kv heads": "0+1+2, 3+4+5"}),
+        (
+            whole().drop([2, 3, 8, 9]).merge(2),
+            {"kv heads": "0+2, 3+5", "without heads": (2, 3, 8, 9)},
+        ),
+        (
+            whole().drop([0, 3, 4, 6, 9, 11]).merge(3),
+            {"kv heads": "0+1, 2+3, 4+5", "without heads": (0, 3, 4, 6, 9, 11)},
+        ),
+    ],
+    ids=["neighbours", "order", "copies", "kv heads gone", "heads gone"],
+)
+def test_groups_of_a_layer(
+    cut: LayerCut, parameters: dict[str, Any], options: dict[str, Any]
+) -> None:
+    layer = layer_of(**options)
+    expect(cut_layer(cut, layer), layer, None, parameters)
+
+
+def test_what_is_left_has_its_own_causes() -> None:
+    layer = layer_of()
+    made = cut_layer(whole().merge(3), layer)
+    made.scale = 0.5
+    [causes] = causes_of(headwise.compare(made, layer))
+    assert [name for name, _, _ in causes] == [NAME, "scale"]
+
+
+def test_a_fitted_output_projection_is_not_explained() -> None:
+    layer = layer_of()
+    wo = torch.randn(HEADS, VALUE_DIM, EMBED, generator=torch.Generator().manual_seed(3))
+    diagnosis = headwise.compare(cut_layer(whole().merge(3).refit(wo), layer), layer)
+    assert causes_of(diagnosis) == [[(NAME, {"kv heads": "0+1, 2+3, 4+5"}, "first")]]
+    assert "nothing explains output" in str(diagnosis)
+
+
+def _noise(x: Tensor) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
+
+
+CHANGES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "other keys": ("k", _noise),
+    "other values": ("v", _noise),
+    "a factor of keys": ("k", lambda x: 1.001 * x),
+    "a factor of values": ("v", lambda x: 0.999 * x),
+    "a small change of one head": ("k", lambda x: torch.cat([x[:-10], x[-10:] + 1e-4])),
+    "kv heads in another order": ("k", lambda x: x.roll(HEAD_DIM, 0)),
+    "values in another order": ("v", lambda x: x.roll(VALUE_DIM, 0)),
+    "other queries": ("q", _noise),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "copies"), [*((each, 1) for each in CHANGES), ("a factor of values", 2)]
+)
+def test_other_kv_heads_are_not_merged_ones(change: str, copies: int) -> None:
+    layer, (role, function) = layer_of(), CHANGES[change]
+    made = cut_layer(whole().merge(3), layer)
+    with torch.no_grad():
+        weight = getattr(made, f"{role}_proj").weight
+        weight.copy_(function(weight.clone()))
+    if copies > 1:
+        made = cut_layer(LayerCut(HEADS, 3).expand(6), made)
+    for a, b in ((made, layer), (layer, made)):
+        [causes] = causes_of(headwise.compare(a, b))
+        assert NAME not in [name for name, _, _ in causes]
+
+
+@pytest.mark.parametrize("kept", [(0, 2, 4), (1, 1, 5)], ids=str)
+def test_kv_heads_of_a_group_are_not_their_mean(kept: tuple[int, ...]) -> None:
+    """Keys and values are those of some kv heads alone."""
+    layer = layer_of()
+    made = cut_layer(whole().merge(3), layer)
+    with torch.no_grad():
+        for role, width in (("k", HEAD_DIM), ("v", VALUE_DIM)):
+            rows = getattr(layer, f"{role}_proj").weight.unflatten(0, (KV_HEADS, width))
+            getattr(made, f"{role}_proj").weight.copy_(rows[list(kept)].flatten(0, 1))
+    [causes] = causes_of(headwise.compare(made, layer))
+    assert causes == []
+
+
+def test_the_mean_of_other_heads_than_queries_read() -> None:
+    """Kv heads 0 and 3, and so on, were merged, and the heads stayed where they were."""
+    layer = layer_of()
+    made = cut_layer(whole().merge(3), layer)
+    with torch.no_grad():
+        for role, width in (("k", HEAD_DIM), ("v", VALUE_DIM)):
+            rows = getattr(layer, f"{role}_proj").weight.unflatten(0, (2, 3, width))
+            getattr(made, f"{role}_proj").weight.copy_(rows.mean(0).flatten(0, 1))
+    [causes] = causes_of(headwise.compare(made, layer))
+    assert causes == []
+
+
+def test_equal_kv_heads_are_the_same_function() -> None:
+    layer = cut_layer(whole().merge(3), layer_of())
+    copied = cut_layer(LayerCut(HEADS, 3).expand(6), layer)
+    for a, b in ((layer, copied), (copied, layer)):
+        assert headwise.compare(a, b).verdict.is_same
+
+
+def test_copies_with_another_fault_are_not_merged_again() -> None:
+    layer = cut_layer(whole().merge(3).expand(6), layer_of())
+    other = cut_layer(LayerCut(HEADS, 6).keep(range(HEADS)), layer)
+    other.scale = 0.5
+    [causes] = causes_of(headwise.compare(other, layer))
+    assert [name for name, _, _ in causes] == ["scale"]
