@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -48,6 +49,15 @@ def pytest_configure(config: pytest.Config) -> None:
     expected = os.environ.get("HEADWISE_EXPECTED_SOURCE")
     if expected and not (SOURCE and SOURCE.is_relative_to(expected)):
         raise pytest.UsageError(f"headwise comes from {SOURCE}, not from {expected}")
+
+
+def pytest_collection() -> None:
+    gc.disable()  # nothing of what is collected goes
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no collection of garbage walks over all modules and tests again
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

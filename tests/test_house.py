@@ -432,7 +432,5 @@ def units_of_rounding(tree: ast.AST) -> list[str]:
 
 def test_one_module_says_how_far_two_runs_may_part() -> None:
     """Budget, compare, verify, detect and capture ask it: none has a tolerance of its own."""
-    found = {
-        name_of(path) for path in SOURCES if units_of_rounding(ast.parse(path.read_text("utf-8")))
-    }
+    found = {name_of(path) for path in SOURCES if units_of_rounding(tree_of(path))}
     assert found == {ALLOWANCE, *NO_RUNS}

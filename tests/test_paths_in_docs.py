@@ -6,7 +6,9 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -40,6 +42,14 @@ OF_THE_REPOSITORY = re.compile(r"(?<![\w./-])(?:src/headwise|tests|tools|docs)/[
 IMPORT = re.compile(r"from (headwise[\w.]*) import (\([^)]*\)|[\w, ]+)")
 
 
+@cache
+def program_names() -> set[str]:
+    """Names of all files of Python in the repository."""
+    homes = [ROOT.joinpath(folder).rglob("*.py") for folder in FOLDERS if folder != "viewer"]
+    return {path.name for path in chain(ROOT.glob("*.py"), *homes)}
+
+
+@cache
 def is_file_or_folder(path: str) -> bool:
     """True if the path is one of the repository, or of the package."""
     return any([*root.glob(path.rstrip("/."))] for root in (ROOT, PACKAGE))
@@ -59,7 +69,7 @@ def missing(text: str) -> Iterator[str]:
     for _, code in CODE.findall(FENCE.sub("", text)):
         yield from (name for name in DOTTED.findall(code) if not is_name(name))
         yield from (path for path in PATH.findall(code) if not is_file_or_folder(path))
-        yield from (name for name in FILE.findall(code) if not is_file_or_folder(f"**/{name}"))
+        yield from (name for name in FILE.findall(code) if name not in program_names())
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def test_inputs_of_a_running_model_are_token_ids(
     assert run(*folders, "--inputs", tmp_path / "ids.npy").exit_code == 2
 
 
+@pytest.mark.slow
 def test_a_model_is_compared_with_a_state_dict_and_its_attention_with_a_folder(
     folders: tuple[Path, Path],
 ) -> None:

@@ -112,6 +112,7 @@ def test_json_is_all_of_standard_output(reads: object, report: ScanReport, tmp_p
     assert err.splitlines()[-1] == str(tmp_path / "page.html")
 
 
+@pytest.mark.slow
 def test_another_function_is_announced(
     reads: Callable[[RecordedRun], None], tmp_path: Path
 ) -> None:

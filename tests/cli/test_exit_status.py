@@ -24,6 +24,7 @@ from headwise.function.weights import State
 from headwise.study import run as studies
 from headwise.study.question import Answer
 from tests.checkpoints import llamas
+from tests.quick import others_slow
 from tests.root import ROOT
 from tests.study.answers import answer, made_up
 
@@ -147,7 +148,7 @@ def test_scan_and_layouts(status: Status, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("answers", "expected"),
-    [((answer(),), YES), ((answer(), answer(sum=5)), NO), ((), UNDECIDED)],
+    others_slow([((answer(),), YES), ((answer(), answer(sum=5)), NO), ((), UNDECIDED)]),
 )
 def test_study(
     status: Status,

@@ -122,6 +122,7 @@ def test_a_number_of_heads_that_the_class_refuses_names_those_that_fit(
     assert "--keep 0.5" in error.lines(output.option_text)[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["full", pytest.param("headwise", marks=pytest.mark.slow)])
 def test_the_two_ways_on(folders: dict[str, Path], data: Path, tmp_path: Path, form: str) -> None:
     out = tmp_path / "new"
@@ -133,6 +134,7 @@ def test_the_two_ways_on(folders: dict[str, Path], data: Path, tmp_path: Path, f
     assert type(loaded) is transformers.BertModel
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(
     folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

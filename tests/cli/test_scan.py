@@ -24,6 +24,7 @@ from headwise.scanning import plan as estimate
 from headwise.scanning.result import HeadScan
 from tests.cli.scan_command import refused, run
 from tests.huggingface.stored import TEXT, bert, gpt2, stored
+from tests.quick import others_slow
 from tests.reports.html import Tree
 from tests.test_door import HEAVY, loaded_by
 
@@ -186,7 +187,7 @@ def test_an_earlier_page_is_kept(model: Path, text: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "words"), [("float64", "float64"), ("bfloat16", "bfloat16"), (None, "float32")]
 )
-@pytest.mark.parametrize("is_demo", [False, True])
+@pytest.mark.parametrize("is_demo", others_slow([False, True]))
 def test_the_dtype_of_the_model(model: Path, dtype: str | None, words: str, is_demo: bool) -> None:
     options = [] if dtype is None else ["--dtype", dtype]
     options += ["--length", "16", "--stats", "entropy", "--json", "--device", "cpu"]

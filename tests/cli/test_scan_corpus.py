@@ -13,6 +13,7 @@ from headwise.scanning import parts, plan
 from headwise.scanning.result import HeadScan
 from tests.cli.scan_command import invoke, refused, run
 from tests.huggingface.stored import TEXT
+from tests.quick import others_slow
 
 pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 
@@ -174,7 +175,7 @@ def test_a_byte_order_mark_is_no_token(model: Path, texts: Path) -> None:
     assert json.loads(run(model, *options)[0])["heads"] == heads
 
 
-@pytest.mark.parametrize(("stored", "heads"), [("none", "1.0"), ("all", "all")])
+@pytest.mark.parametrize(("stored", "heads"), others_slow([("none", "1.0"), ("all", "all")]))
 def test_the_command_for_more_single_tokens_runs(
     model: Path, texts: Path, stored: str, heads: str
 ) -> None:

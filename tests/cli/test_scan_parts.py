@@ -63,6 +63,7 @@ def test_parts_and_their_merge_are_one_scan_with_one_page() -> None:
     assert json.loads(merged) == json.loads(whole)
 
 
+@pytest.mark.slow
 def test_python_resumes_what_the_command_began() -> None:
     run(*OPTIONS, "--out", "out", "--part", "1/2")
     before = {path: path.stat().st_mtime_ns for path in parts()}
@@ -92,6 +93,7 @@ def test_parts_in_a_folder_each_are_merged_and_faults_are_named(
     assert Path("merged/table.csv").read_bytes() == content("one")["table.csv"]
 
 
+@pytest.mark.slow
 def test_the_environment_numbers_parts_only_with_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")

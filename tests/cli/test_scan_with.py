@@ -118,6 +118,7 @@ def test_a_halved_norm_of_the_trained_encoder_is_found(tmp_path: Path) -> None:
     require_found(old, new, 4)
 
 
+@pytest.mark.slow
 @needs_a_browser
 def test_the_page_opens_on_the_change(browser: Chromium, tmp_path: Path) -> None:
     make, weight, _ = MODELS["before its attention"]
@@ -148,6 +149,7 @@ def test_the_terminal_says_what_changed(tmp_path: Path) -> None:
     assert "Nothing has changed: every number of every head reads the same." in same
 
 
+@pytest.mark.slow
 def test_two_texts_of_one_model_are_compared(tmp_path: Path) -> None:
     folder = stored(tmp_path / "small", bert(num_hidden_layers=2))
     for name, text in (("one", TEXT), ("two", "the dog ran . the cat sat . far far")):

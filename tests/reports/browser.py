@@ -55,6 +55,10 @@ class Opened:
         self.page.evaluate(script)
         self.wait(until)
 
+    def load(self) -> None:
+        """Wait until the data of the state have arrived: maps are inflated later than it is set."""
+        self.page.evaluate("headwise.app.load().then(() => null)")
+
     def wait(self, until: str) -> None:
         """Wait until a condition holds of the state ``s``."""
         self.poll(f"(() => {{ const s = headwise.state(); return {until}; }})()")

@@ -36,9 +36,7 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-@pytest.fixture(
-    scope="module", params=others_slow(PAGES, "viewer", "static", "diagnosis", "pruning")
-)
+@pytest.fixture(scope="module", params=others_slow(PAGES, "viewer", "static"))
 def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = tmp_path_factory.mktemp(request.param) / f"{request.param}.html"
     page.write_text(PAGES[request.param](), "utf-8")
@@ -54,6 +52,7 @@ def test_axe_finds_nothing(browser: Chromium, page: Path, scheme: str) -> None:
         assert violations(opened) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", others_slow(SCHEMES, "light"))
 @pytest.mark.parametrize("order", others_slow(["links", "strongest"], "links"))
 def test_axe_finds_nothing_in_one_word(
@@ -67,6 +66,7 @@ def test_axe_finds_nothing_in_one_word(
             assert violations(opened) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", others_slow(SCHEMES, "dark"))
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_axe_finds_nothing_in_a_text_as_it_was_written(
@@ -82,6 +82,7 @@ def test_axe_finds_nothing_in_a_text_as_it_was_written(
         assert violations(opened) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", others_slow(SCHEMES, "dark"))
 def test_axe_finds_nothing_where_files_are_chosen(
     browser: Chromium, path: Path, scheme: str
@@ -110,7 +111,7 @@ def test_axe_can_find_something(browser: Chromium, tmp_path: Path) -> None:
         assert {each.split(":")[0] for each in violations(opened)} >= {"image-alt", "button-name"}
 
 
-@pytest.mark.parametrize(("touch", "least"), [(False, 24), (True, 44)])
+@pytest.mark.parametrize(("touch", "least"), others_slow([(False, 24), (True, 44)], (True, 44)))
 def test_targets_are_large_enough(
     browser: Chromium, tmp_path: Path, touch: bool, least: int
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from headwise.reports.page import save_scan_page
 from headwise.scanning.result import HeadScan
+from tests.quick import others_slow
 from tests.reports.browser import Chromium, needs_a_browser
 from tests.reports.viewer_scans import HOSTILE, WORDS, viewer_report, viewer_scan
 
@@ -38,7 +39,7 @@ AWKWARD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", AWKWARD)
+@pytest.mark.parametrize("case", others_slow(AWKWARD, "hostile", "one-token"))
 def test_awkward_scans(browser: Chromium, tmp_path: Path, case: str) -> None:
     path = save_scan_page(tmp_path / "page.html", AWKWARD[case]())
     with browser.open(path) as opened:

@@ -136,6 +136,7 @@ def test_c_begins_and_escape_leaves(opened: Opened) -> None:
     assert (opened.state()["layer"], opened.state()["head"]) == (0, 1)
 
 
+@pytest.mark.slow
 def test_a_head_is_compared_by_touch(phone: Opened) -> None:
     page = phone.page
     page.tap("[data-part=compare-with]")
@@ -178,6 +179,7 @@ def test_the_margin_is_the_mean_and_the_spread_of_each_layer(
         assert all(map(is_shown, match.groups(), (layer.mean, layer.low, layer.high)))
 
 
+@pytest.mark.slow
 def test_a_layer_opens_beside_all_layers(opened: Opened, scan: HeadScan) -> None:
     page = opened.page
     page.click('[data-layer="2"]')
@@ -237,6 +239,7 @@ def test_two_layers_are_compared_by_keyboard(opened: Opened, scan: HeadScan) -> 
     opened.wait("s.subject === 'head' && s.mode === 'diff' && s.other.layer === 2")
 
 
+@pytest.mark.slow
 def test_two_layers_are_compared_by_mouse_and_by_touch(opened: Opened, phone: Opened) -> None:
     opened.page.click('[data-layer="1"]')
     opened.page.click('[data-layer="0"]', modifiers=["Shift"])
@@ -270,7 +273,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", others_slow(VIEWS, "choosing", "layers"))
+@pytest.mark.parametrize("view", others_slow(VIEWS, "layers"))
 @pytest.mark.parametrize("scheme", others_slow(["light", "dark"], "light"))
 def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str, view: str) -> None:
     with browser.open(path, color_scheme=scheme) as opened:
@@ -279,7 +282,7 @@ def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str, view: str
         assert violations(opened) == []
 
 
-@pytest.mark.parametrize(("touch", "least"), [(False, 24), (True, 44)])
+@pytest.mark.parametrize(("touch", "least"), others_slow([(False, 24), (True, 44)], (True, 44)))
 def test_targets_are_large_enough(browser: Chromium, path: Path, touch: bool, least: int) -> None:
     width = 390 if touch else 1400
     with browser.open(path, width=width, has_touch=touch, is_mobile=touch) as opened:
@@ -289,6 +292,7 @@ def test_targets_are_large_enough(browser: Chromium, path: Path, touch: bool, le
             assert small_targets(opened, least) == []
 
 
+@pytest.mark.slow
 def test_cards_out_of_sight_are_a_button_away(browser: Chromium, tmp_path: Path) -> None:
     before, after = viewer_scan(), viewer_scan()
     for layer in after.layer_scans:
@@ -326,6 +330,7 @@ def test_cards_out_of_sight_are_a_button_away(browser: Chromium, tmp_path: Path)
         opened.poll("document.querySelector('.step').hidden")
 
 
+@pytest.mark.slow
 def test_the_way_back_from_a_card_is_beside_the_cards(browser: Chromium, tmp_path: Path) -> None:
     before, after = viewer_scan(), viewer_scan()
     after.layer_scans[1].summaries["induction"]["sum"][2] -= 0.5
@@ -530,6 +535,7 @@ def uneven() -> HeadScan:
     return replace(scan, statistics=statistics, layer_scans=layers)
 
 
+@pytest.mark.slow
 def test_uneven_layers_have_strips_and_pairs(browser: Chromium, tmp_path: Path) -> None:
     scan = uneven()
     page = save_scan_page(tmp_path / "page.html", viewer_report(scan))
@@ -562,6 +568,7 @@ def test_uneven_layers_have_strips_and_pairs(browser: Chromium, tmp_path: Path) 
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_a_single_layer_has_a_view(browser: Chromium, tmp_path: Path) -> None:
     page = save_scan_page(tmp_path / "page.html", viewer_report(viewer_scan(layers=1, heads=1)))
     with browser.open(page) as opened:
@@ -608,6 +615,7 @@ def test_two_texts_pair_heads_by_number_and_every_sentence_names_both(texts: Ope
     texts.poll("document.querySelector('.heads').innerText.includes('Entropy, short − long:')")
 
 
+@pytest.mark.slow
 def test_what_one_of_two_texts_lacks_comes_last(texts: Opened) -> None:
     assert table_of(texts, "facts")[-1][0] == "induction"
     assert table_of(texts, "facts")[-1][2] == "no value"
@@ -620,6 +628,7 @@ def test_what_one_of_two_texts_lacks_comes_last(texts: Opened) -> None:
     assert texts.page.locator(".pairs button").count() == 5
 
 
+@pytest.mark.slow
 def test_maps_of_two_texts_keep_their_tokens(texts: Opened) -> None:
     state, readout = texts.state(), "headwise.state().parts.readout"
     name = f"{state['layer']}.{state['head']}"

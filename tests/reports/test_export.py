@@ -131,7 +131,7 @@ def choose(opened: Opened, layer: int, head: int) -> None:
         f"headwise.app.choose({{ layer: {layer}, head: {head} }})",
         f"s.layer === {layer} && s.head === {head}",
     )
-    opened.poll("headwise.app.loaded !== null")
+    opened.load()
 
 
 def pin(opened: Opened, token: int) -> None:
@@ -278,13 +278,14 @@ def test_the_part_in_sight_is_drawn(opens: Any, scans: dict[str, HeadScan], tmp_
     assert len(squares) == int(inside.sum()) > 5
 
 
+@pytest.mark.slow
 def test_a_difference_names_both_heads(
     opens: Any, scans: dict[str, HeadScan], tmp_path: Path
 ) -> None:
     opened = opens("long")
     choose(opened, 0, 1)
     opened.do("headwise.app.compareWith({ scan: 0, layer: 2, head: 3 })", "s.mode === 'diff'")
-    opened.poll("headwise.app.loaded.b !== null")
+    opened.load()
     drawn, png = figure(opened, "map", tmp_path), save(opened, "map", "png", tmp_path)
     assert drawn.title == "made-up: layer 2, head 3 (B) − layer 0, head 1 (A)"
     change = scans["long"]["map"][2, 3] - scans["long"]["map"][0, 1]
@@ -302,6 +303,7 @@ def test_a_difference_names_both_heads(
         assert np.abs(colour - expected).max() <= 12
 
 
+@pytest.mark.slow
 def test_maps_side_by_side_are_two(opens: Any, tmp_path: Path) -> None:
     opened = opens("long")
     choose(opened, 0, 1)
@@ -355,6 +357,7 @@ def test_all_heads_have_their_values_and_the_scale(
     assert any(definition.formula in text for text in [" ".join(drawn.texts)])
 
 
+@pytest.mark.slow
 def test_a_change_of_all_heads_is_centred(opens: Any, tmp_path: Path) -> None:
     opened = opens("two")
     opened.do(
@@ -391,6 +394,7 @@ def test_the_answer_of_a_token(opens: Any, scans: dict[str, HeadScan], tmp_path:
     assert "what looks at" in figure(opened, "token", tmp_path).title
 
 
+@pytest.mark.slow
 def test_the_answers_of_two_heads_stand_side_by_side(
     opens: Any, scans: dict[str, HeadScan], tmp_path: Path
 ) -> None:
@@ -428,6 +432,7 @@ def test_the_answers_of_two_heads_stand_side_by_side(
     assert [(row[0], float(row[4])) for row in rows] == [(s, e["weight"]) for s, e in sides]
 
 
+@pytest.mark.slow
 def test_there_is_no_choice_where_nothing_is_drawn(browser: Chromium, tmp_path: Path) -> None:
     scan = scan_model(tiny.load(), tiny.encode("a text")[None], statistics=["entropy"])
     with browser.open(save_scan_page(tmp_path / "few.html", viewer_report(scan))) as opened:
@@ -509,6 +514,7 @@ def test_the_line_of_the_map_draws_it(opens: Any, saved: Any) -> None:
     assert np.abs(np.sqrt(map_of(part)) - np.sqrt(expected)).max() <= 0.5 / 255 + 1e-6
 
 
+@pytest.mark.slow
 def test_the_line_of_a_part_has_the_tokens_in_sight(opens: Any, saved: Any) -> None:
     opened = opens("short")
     choose(opened, 2, 1)
@@ -521,11 +527,12 @@ def test_the_line_of_a_part_has_the_tokens_in_sight(opens: Any, saved: Any) -> N
     assert part.axes[0].images[0].get_extent() == [7.5, 15.5, 23.5, 15.5]
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_difference_draw_its_two_maps(opens: Any, saved: Any) -> None:
     opened = opens("two")
     choose(opened, 1, 0)
     opened.do("headwise.app.set({ mode: 'diff' })", "s.mode === 'diff'")
-    opened.poll("headwise.app.loaded.b !== null")
+    opened.load()
     page = np.array(opened.page.evaluate(PLACES)).reshape(CELLS, CELLS)
     a, b = saved(python_of(opened, "map"), "long")
     # Each is right to half a step of the square root, so a weight w to about √w / 255.
@@ -547,7 +554,7 @@ def test_the_line_of_all_heads_draws_them(opens: Any, saved: Any, statistic: str
     assert (norm.vmin, norm.vmax) == pytest.approx((low, high))
 
 
-@pytest.mark.parametrize("page", ["two", "matched"])
+@pytest.mark.parametrize("page", others_slow(["two", "matched"]))
 @pytest.mark.parametrize("statistic", ["induction", "apart"])
 def test_the_line_of_a_change_draws_it(opens: Any, saved: Any, statistic: str, page: str) -> None:
     opened = opens(page)
@@ -579,7 +586,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize(
     ("page", "layer", "head", "token", "direction"),
-    others_slow(ANSWERS, ANSWERS[0], ANSWERS[-1]),
+    others_slow(ANSWERS),
 )
 def test_the_line_of_a_token_draws_its_answer(
     opens: Any, saved: Any, page: str, layer: int, head: int, token: int, direction: str
@@ -605,6 +612,7 @@ def test_the_line_of_a_token_draws_its_answer(
     assert " ".join(drawn.get_suptitle().split()).endswith(answer)
 
 
+@pytest.mark.slow
 def test_a_block_has_no_line(opens: Any) -> None:
     opened = opens("long")
     choose(opened, 1, 3)

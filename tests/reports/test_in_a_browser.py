@@ -40,7 +40,7 @@ PAGES = {
 }
 
 
-@pytest.fixture(scope="module", params=PAGES)
+@pytest.fixture(scope="module", params=others_slow(PAGES, "scan-numbers", "viewer", "diagnosis"))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = tmp_path_factory.mktemp(request.param) / "page.html"
     page.write_text(PAGES[request.param](), "utf-8")

@@ -49,7 +49,7 @@ def is_inside(inner: Box, width: int, height: int) -> bool:
 WINDOWS = [(1280, 720), (1366, 768), (1440, 900), (1920, 1080)]
 
 
-@pytest.mark.parametrize("page", ["path", "large"])
+@pytest.mark.parametrize("page", others_slow(["path", "large"]))
 @pytest.mark.parametrize(("width", "height"), others_slow(WINDOWS, (1280, 720)))
 def test_the_map_takes_a_fifth_of_the_window_beside_the_text(
     browser: Chromium, request: pytest.FixtureRequest, page: str, width: int, height: int
@@ -70,7 +70,7 @@ def test_the_heads_take_no_more_than_they_need(browser: Chromium, path: Path) ->
         assert text[1] - cells[3] < 16
 
 
-@pytest.mark.parametrize("width", others_slow([1440, 900, 390], 1440, 390))
+@pytest.mark.parametrize("width", others_slow([1440, 900, 390], 390))
 def test_cards_are_one_row_that_scrolls(browser: Chromium, path: Path, width: int) -> None:
     with browser.open(path, width=width, height=844) as opened:
         cards = opened.page.locator("[data-part=standouts] button")
@@ -80,7 +80,7 @@ def test_cards_are_one_row_that_scrolls(browser: Chromium, path: Path, width: in
         assert opened.page.evaluate(sizes) == [width, width]
 
 
-@pytest.mark.parametrize("tab", ["heads", "map"])
+@pytest.mark.parametrize("tab", others_slow(["heads", "map"]))
 def test_on_a_phone_the_text_stays_in_sight(browser: Chromium, path: Path, tab: str) -> None:
     with browser.open(path, width=390, height=844) as opened:
         opened.do(f"headwise.app.set({{ tab: '{tab}', token: 7 }})", f"s.tab === '{tab}'")
@@ -121,7 +121,7 @@ def test_what_is_said_about_the_page_moves_nothing(browser: Chromium, path: Path
         assert box(opened, "[data-part=map] canvas") == before
 
 
-@pytest.mark.parametrize("order", ["layers", "links"])
+@pytest.mark.parametrize("order", others_slow(["layers", "links"]))
 @pytest.mark.parametrize("width", others_slow([900, 1280, 1440], 900))
 def test_every_column_of_twelve_heads_is_in_sight(
     browser: Chromium, large: Path, width: int, order: str
@@ -132,9 +132,7 @@ def test_every_column_of_twelve_heads_is_in_sight(
         assert sizes[0] <= sizes[1]
 
 
-@pytest.mark.parametrize(
-    ("width", "height"), others_slow([*WINDOWS, (900, 700)], (1280, 720), (900, 700))
-)
+@pytest.mark.parametrize(("width", "height"), others_slow([*WINDOWS, (900, 700)]))
 def test_one_word_in_all_heads_moves_nothing(
     browser: Chromium, large: Path, width: int, height: int
 ) -> None:
@@ -149,6 +147,7 @@ def test_one_word_in_all_heads_moves_nothing(
         assert area(opened, "[data-part=map] canvas") >= 0.2 * width * height
 
 
+@pytest.mark.slow
 def test_columns_out_of_sight_fade_the_edge(browser: Chromium, large: Path) -> None:
     cells = "[data-part=grid] .cells"
     with browser.open(large, width=390, height=844, has_touch=True, is_mobile=True) as opened:
@@ -283,7 +282,7 @@ def worded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_scan_page(page, replace(report, title="all-MiniLM-L6-v2-of-a-long-name"))
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize(("width", "height"), others_slow(SIZES, (390, 844)))
 def test_no_text_is_cut(browser: Chromium, worded: Path, width: int, height: int) -> None:
     tabs = ("heads", "map", "facts", "text") if width < 700 else ("map",)
     faults = set()
@@ -299,7 +298,7 @@ def test_no_text_is_cut(browser: Chromium, worded: Path, width: int, height: int
     assert sorted(faults) == []
 
 
-@pytest.mark.parametrize("width", [390, 900, 1280, 1440])
+@pytest.mark.parametrize("width", others_slow([390, 900, 1280, 1440]))
 def test_what_is_chosen_is_not_cut(browser: Chromium, large: Path, width: int) -> None:
     """A box is at least as wide as one that has room for what is chosen alone."""
     with browser.open(large, width=width, height=844, address="#t=9000&v=links") as opened:

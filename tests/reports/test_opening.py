@@ -18,6 +18,7 @@ from headwise.scanning.links import SIGHT, find_strongest_link
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import TopKeysOfEveryQuery
 from headwise.scanning.written import WrittenText
+from tests.quick import others_slow
 from tests.reports.browser import NOTHING_LIT, Chromium, needs_a_browser
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 
@@ -197,7 +198,8 @@ def test_the_page_opens_with_its_link(browser: Chromium, page: Path) -> None:
 
 @needs_a_browser
 @pytest.mark.parametrize(
-    ("address", "head", "token"), [(NOTHING_LIT, 0, None), ("#t=5", 0, 5), ("#h=0.1", 1, None)]
+    ("address", "head", "token"),
+    others_slow([(NOTHING_LIT, 0, None), ("#t=5", 0, 5), ("#h=0.1", 1, None)]),
 )
 def test_an_address_wins(
     browser: Chromium, page: Path, address: str, head: int, token: int | None
@@ -206,6 +208,7 @@ def test_an_address_wins(
         assert (opened.state()["head"], opened.state()["token"]) == (head, token)
 
 
+@pytest.mark.slow
 @needs_a_browser
 def test_both_words_are_in_sight(browser: Chromium, tmp_path: Path) -> None:
     words = ["x", *["word"] * 400]

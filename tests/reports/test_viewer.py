@@ -76,12 +76,13 @@ def test_one_screen_without_scrolling(opened: Opened) -> None:
     assert sorted(names) == ["keys →", "queries ↓"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", others_slow([0, 3], 3))
 def test_offsets_share_one_axis_until_it_is_zoomed(
     opened: Opened, scan: HeadScan, head: int
 ) -> None:
     choose(opened, 1, head)
-    opened.poll("headwise.app.loaded !== null")
+    opened.load()
     page, most = opened.page, float(scan["offset_profile"][1, head].nan_to_num().max())
     heights = (
         "[...document.querySelectorAll('[data-part=profile] rect')]"
@@ -160,6 +161,7 @@ def test_the_queries_that_look_at_a_token(opened: Opened, scan: HeadScan) -> Non
     assert lit == expected != set()
 
 
+@pytest.mark.slow
 def test_a_head_without_top_keys_shows_blocks_and_the_command(opened: Opened) -> None:
     choose(opened, 1, 3)
     opened.page.click('[data-t="7"]')
@@ -233,6 +235,7 @@ def test_zoom_shows_single_tokens(opened: Opened) -> None:
     assert "Squares" not in opened.state()["parts"]["resolution"]
 
 
+@pytest.mark.slow
 def test_a_drawing_beside_the_wheel_keeps_the_zoom(opened: Opened) -> None:
     opened.do(
         """(() => {
@@ -323,6 +326,7 @@ def test_keys(opened: Opened) -> None:
     assert not page.is_visible("dialog[open]")
 
 
+@pytest.mark.slow
 def test_escape_closes_what_is_said_about_the_page(opened: Opened) -> None:
     page = opened.page
     opened.do("headwise.app.set({ token: 7 })", "s.token === 7")
@@ -337,6 +341,7 @@ def test_escape_closes_what_is_said_about_the_page(opened: Opened) -> None:
     opened.wait("s.token === null")
 
 
+@pytest.mark.slow
 def test_at_most_15_tab_stops_before_the_text(opened: Opened) -> None:
     stops = 0
     while not opened.page.evaluate("document.activeElement.closest('.scroller') !== null"):
@@ -355,6 +360,7 @@ def test_two_heads_are_compared(opened: Opened, scan: HeadScan) -> None:
     opened.wait("s.mode === 'diff'")
     state = opened.state()
     assert state["other"] == {"scan": 0, "layer": 2, "head": 3}
+    opened.load()
     values = opened.page.evaluate("[...headwise.app.loaded.map.values]")
     expected = (scan["map"][2, 3] - scan["map"][0, 1]).flatten()
     # Each of the two is right to half a step of the square root, so a value w to about √w / 255.
@@ -367,6 +373,7 @@ def test_two_heads_are_compared(opened: Opened, scan: HeadScan) -> None:
     opened.wait("s.mode === 'diff'")
 
 
+@pytest.mark.slow
 def test_two_maps_share_their_cursor_their_zoom_and_the_token(
     opened: Opened, scan: HeadScan
 ) -> None:
@@ -443,6 +450,7 @@ def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Pat
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", others_slow([1150, 800], 1150))
 def test_a_lit_token_moves_nothing(browser: Chromium, path: Path, width: int) -> None:
     with browser.open(path, width=width) as opened:
@@ -455,6 +463,7 @@ def test_a_lit_token_moves_nothing(browser: Chromium, path: Path, width: int) ->
         assert [part.bounding_box() for part in parts] == before
 
 
+@pytest.mark.slow
 def test_nearly_equal_scans_look_equal(browser: Chromium, scan: HeadScan, tmp_path: Path) -> None:
     moved = viewer_scan(length=LENGTH)
     moved.layer_scans[1].summaries["induction"]["sum"][2] -= 0.001

@@ -32,6 +32,7 @@ from headwise.reports.page import (
 from headwise.reports.report import ScanReport
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
+from tests.quick import others_slow
 from tests.reports.html import Tree, everything
 from tests.reports.viewer_scans import (
     HOSTILE,
@@ -152,7 +153,7 @@ def test_heads_that_keep_more_keys_are_known_by_their_numbers(
     assert count_top_keys(some, {(0, 4), (0, 1)}) == [[RANKS, 1, 1]]
 
 
-@pytest.mark.parametrize("length", [65_536, 65_537])
+@pytest.mark.parametrize("length", others_slow([65_536, 65_537], 65_537))
 def test_keys_of_a_long_text_take_more_bytes(length: int) -> None:
     report = viewer_report(viewer_scan(layers=1, heads=2, length=length))
     _, blobs = blobs_of(report)

@@ -206,6 +206,7 @@ def test_what_looks_at_a_word(browser: Chromium, sentence: Read) -> None:
         )
 
 
+@pytest.mark.slow
 def test_bounds_where_the_page_holds_the_first_key(browser: Chromium, blocks: Read) -> None:
     """Python holds four keys of all heads, and the page one of most."""
     token = 99
@@ -326,6 +327,7 @@ def is_turned(sentence: Read, opened: Opened) -> str:
     return str(near).lower()
 
 
+@pytest.mark.slow
 def test_by_touch(browser: Chromium, sentence: Read) -> None:
     """A long press pins the second word, and the press is no tap."""
     options: dict[str, Any] = {"width": 390, "height": 844, "has_touch": True, "is_mobile": True}
@@ -372,6 +374,7 @@ def test_a_filter_of_links_is_in_per_cent(browser: Chromium, sentence: Read) -> 
 # ---- other pages ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tokens_without_words(browser: Chromium, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (3 * torch.randn(1, HEADS, TOKENS, 7, generator=generator) for _ in range(2))
@@ -432,6 +435,7 @@ def test_cross_attention_and_several_sequences(browser: Chromium, tmp_path: Path
             assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_two_scans_answer_for_a(browser: Chromium, tmp_path: Path) -> None:
     scan = viewer_scan(top=5)
     report = viewer_report(scan, second=viewer_scan(), names=("before", "after"))
@@ -442,6 +446,7 @@ def test_two_scans_answer_for_a(browser: Chromium, tmp_path: Path) -> None:
         assert "Heads of A, before." in opened.page.inner_text("[data-part=grid]")
 
 
+@pytest.mark.slow
 def test_a_page_without_single_tokens_says_so(browser: Chromium, tmp_path: Path) -> None:
     page = save_scan_page(tmp_path / "page.html", viewer_report(viewer_scan(top=0)))
     with browser.open(page, address="#t=9&v=links") as opened:

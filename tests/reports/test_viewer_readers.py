@@ -23,7 +23,7 @@ MOST_PAGES = 4
 # ---- screens -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", others_slow([1400, 900, 390], 1400, 390))
+@pytest.mark.parametrize("width", others_slow([1400, 900, 390], 390))
 @pytest.mark.parametrize("scheme", others_slow(["light", "dark"], "light"))
 def test_widths(browser: Chromium, path: Path, width: int, scheme: str) -> None:
     touch = width == 390
@@ -83,6 +83,7 @@ def test_the_chosen_sentence_is_in_sight_on_a_phone(browser: Chromium, tmp_path:
         assert after["x"] + after["width"] <= box["x"] + box["width"]
 
 
+@pytest.mark.slow
 def test_weight_beyond_the_offsets_is_said_first(browser: Chromium, tmp_path: Path) -> None:
     scan = viewer_scan()
     profile = scan.layer_scans[1].summaries["offset_profile"]
@@ -94,6 +95,7 @@ def test_weight_beyond_the_offsets_is_said_first(browser: Chromium, tmp_path: Pa
         assert "Most of the weight, 90 %, is farther away." in text
 
 
+@pytest.mark.slow
 def test_the_chosen_head_is_in_sight_and_its_column_is_named(
     browser: Chromium, tmp_path: Path
 ) -> None:

@@ -140,6 +140,7 @@ def test_the_page_has_the_distances_of_the_scan(browser: Chromium, tmp_path: Pat
             opened.wait(f"s.layer === {nearest[0].layer} && s.head === {nearest[0].head}")
 
 
+@pytest.mark.slow
 @needs_a_browser
 def test_maps_that_look_alike_are_no_measure(browser: Chromium, tmp_path: Path) -> None:
     """Heads 0 and 3 of layer 0 have one map, and the distances of the scan are others."""

@@ -81,6 +81,7 @@ def test_a_token_of_the_queries_lights_tokens_of_the_keys(cross: Opened, crossed
     assert queries.locator(".t.pinned").inner_text() == f"w{crossed.texts[1].ids[row]}"
 
 
+@pytest.mark.slow
 def test_a_token_of_the_keys_lights_tokens_of_the_queries(cross: Opened) -> None:
     queries, keys = (side(cross, number) for number in (0, 1))
     keys.locator('[data-t="4"]').hover()
@@ -93,6 +94,7 @@ def test_a_token_of_the_keys_lights_tokens_of_the_queries(cross: Opened) -> None
     assert keys.locator(".t.pinned").count() == 1
 
 
+@pytest.mark.slow
 def test_axes_name_only_tokens_that_are_there(cross: Opened, crossed: HeadScan) -> None:
     ids = crossed.texts[0].ids[SOURCE:].tolist()  # of the second sequence
     words = cross.page.locator(".axis").first.locator("css=text").all_text_contents()

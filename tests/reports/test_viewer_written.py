@@ -101,6 +101,7 @@ def test_a_part_that_is_copied_has_no_lines_of_the_page(browser: Chromium, all_t
         assert opened.page.evaluate("copied") == text[1 : first + second + 2]
 
 
+@pytest.mark.slow
 def test_letters_join_and_stand_as_in_any_text(browser: Chromium, all_texts: Path) -> None:
     """The pieces of a line take the room of the bare line, and the line fits into the pane."""
     with browser.open(all_texts, address="#p=text") as opened:
@@ -112,6 +113,7 @@ def test_letters_join_and_stand_as_in_any_text(browser: Chromium, all_texts: Pat
                 assert drawn <= room
 
 
+@pytest.mark.slow
 def test_no_piece_is_a_part_of_what_is_read_as_one_character(
     browser: Chromium, all_texts: Path
 ) -> None:
@@ -190,6 +192,7 @@ def test_right_to_left_text_runs_from_the_right(browser: Chromium, tmp_path: Pat
         assert boxes[0] > boxes[1] > boxes[2]
 
 
+@pytest.mark.slow
 def test_what_follows_a_line_places_what_ends_it(browser: Chromium, tmp_path: Path) -> None:
     """A comma between Hebrew words is to the left of the first, at the end of a line too."""
     words = ["Text", *["אאאאאאא"] * 40]
@@ -223,6 +226,7 @@ def emoji(browser: Chromium, tmp_path: Path) -> Iterator[Opened]:
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_clicks_walk_through_the_tokens_of_one_character(emoji: Opened) -> None:
     rabbit = emoji.page.locator(".t", has_text="🐇")
     assert rabbit.count() == 1
@@ -262,6 +266,7 @@ def test_a_token_without_characters_is_a_mark(emoji: Opened) -> None:
     assert "pinned" in (mark.get_attribute("class") or "")
 
 
+@pytest.mark.slow
 def test_arrows_move_between_lines(browser: Chromium, all_texts: Path) -> None:
     with browser.open(all_texts, address="#p=text") as opened:
         show(opened, list(TEXTS).index("lines"))
@@ -306,7 +311,7 @@ PHRASES = {
 }
 
 
-@pytest.mark.parametrize("name", others_slow(PHRASES, "accents", "hebrew", "emoji"))
+@pytest.mark.parametrize("name", others_slow(PHRASES, "hebrew"))
 def test_phrases_are_found_and_marked(browser: Chromium, all_texts: Path, name: str) -> None:
     with browser.open(all_texts, address="#p=text") as opened:
         show(opened, list(TEXTS).index(name))

@@ -208,6 +208,7 @@ def test_a_new_view_sends_nothing_and_contains_its_parts(
         assert text["y"] + text["height"] <= whole["y"] + whole["height"]
 
 
+@pytest.mark.slow
 @needs_a_browser
 def test_the_theme_and_the_keys_of_a_notebook(
     browser: Chromium, read: HeadScan, tmp_path: Path

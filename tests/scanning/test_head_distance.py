@@ -222,6 +222,7 @@ def test_rows_that_take_too_much_memory_are_halved(monkeypatch: pytest.MonkeyPat
     assert_is(all_pairs(found), dense(model.weights(), chosen), terms=1030)
 
 
+@pytest.mark.slow
 def test_memory_is_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     # Rows of a causal matrix end at their query, so that twice as many fit.
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 3 * 1030)

@@ -25,6 +25,7 @@ from headwise.scanning.selection import (
 )
 from headwise.scanning.statistics.catalogue import find_standard_statistics
 from headwise.scanning.statistics.maps import TopKeysOfChosenQueries
+from tests.quick import others_slow
 from tests.scanning.models import BATCH, LENGTH, VOCABULARY, bert, own, tokens
 from tests.scanning.scans import standard
 
@@ -208,17 +209,19 @@ def test_no_tokenizer_is_blamed_where_there_may_be_none() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"layers": ["a" * 10**5] * 50},
-        {"heads": range(10**5)},
-        {"heads": "1" * 10**5},
-        {"statistics": "entropy" * 10**5},
-        {"separators": "." * 10**5},
-        {"inputs": [[0] * 10**5] * 20},
-        {"inputs": {"input_ids": [[0] * 10**5]}},
-        {"model": "m" * 10**5},
-        {"model": torch.zeros(10**5)},
-    ],
+    others_slow(
+        [
+            {"layers": ["a" * 10**5] * 50},
+            {"heads": range(10**5)},
+            {"heads": "1" * 10**5},
+            {"statistics": "entropy" * 10**5},
+            {"separators": "." * 10**5},
+            {"inputs": [[0] * 10**5] * 20},
+            {"inputs": {"input_ids": [[0] * 10**5]}},
+            {"model": "m" * 10**5},
+            {"model": torch.zeros(10**5)},
+        ]
+    ),
 )
 def test_no_message_prints_what_was_given(options: dict[str, Any]) -> None:
     given = {"model": own(), "inputs": tokens(BATCH, LENGTH), "statistics": "entropy"}

@@ -17,6 +17,7 @@ from headwise.study import page as charts
 from headwise.study import run as catalogue
 from headwise.study.question import Answer, Question, load_question
 from headwise.study.run import answer_question
+from tests.quick import others_slow
 from tests.reports.html import Tree
 from tools import study as documentation
 
@@ -181,7 +182,9 @@ def test_a_difference_with_default_initialisation_names_its_tokens(page: Path) -
     assert [each for each in sentences if "tokens from torch.rand" not in each] == []
 
 
-@pytest.mark.parametrize("name", catalogue.IDS)
+@pytest.mark.parametrize(
+    "name", others_slow(catalogue.IDS, "parameters", "when-split", "packing", "gradients")
+)
 def test_the_picture_is_that_of_the_record(name: str) -> None:
     answer = Answer(load_question(name), documented()[name]["numbers"])
     drawn = Tree((documentation.PICTURES / f"{name}.svg").read_text("utf-8")).root

@@ -15,6 +15,7 @@ from headwise.layers.conversion import canonical_state
 from headwise.layers.norm import QKNorm
 from headwise.surgery import LayerCut, cut_layer
 from tests.layers.cases import Case
+from tests.quick import others_slow
 from tests.surgery.layers import GEOMETRIES, budget_of, cut_of, layer_of, named, tensors_of
 
 FLOATS = (torch.float64, torch.float32)
@@ -36,7 +37,7 @@ def assert_same_outputs(made: Attention, layer: Attention, tensors: list[Tensor]
         budget_of(layer, tensors).assert_holds(made(*tensors))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", others_slow(FLOATS, torch.float64), ids=str)
 @without_slopes
 def test_reordered_heads_give_the_same_outputs(case: Case, dtype: torch.dtype) -> None:
     layer, tensors = layer_of(case, dtype), tensors_of(case, dtype)
@@ -101,7 +102,7 @@ def test_heads_with_output_are_not_said_to_have_none() -> None:
         cut_layer(cut, layer)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", others_slow(FLOATS, torch.float64), ids=str)
 @geometries
 def test_expanded_kv_heads_give_the_same_outputs_and_collapse_to_the_bit(
     case: Case, dtype: torch.dtype

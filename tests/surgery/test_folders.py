@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 
 from headwise.errors import OptionError
 from headwise.surgery import Cut, check_folder, cut_model, load, plan_folder, write
+from tests.quick import others_slow
 from tests.surgery.families import FAMILIES, WIDTH_BOUND, inputs_of, output_of, whole, without
 
 GONE = [2, 3]  # a group of the families with groups
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", others_slow(FAMILIES, "bert", "llama", "t5"))
 LOADED_BY_PLAIN_TRANSFORMERS = """
 import sys, torch, transformers
 from safetensors.torch import load_file, save_file

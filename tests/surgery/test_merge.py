@@ -19,6 +19,7 @@ from headwise.surgery.channels import key_channels, record_products, value_chann
 from headwise.surgery.maps import How
 from headwise.surgery.merge import merge_heads
 from headwise.surgery.steps import Merge
+from tests.quick import others_slow
 from tests.scanning import models
 from tests.surgery import small
 from tests.surgery.layers import budget_of
@@ -175,7 +176,7 @@ def test_under_slopes_neighbours_are_merged() -> None:
     assert merged[""].groups == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("family", small.FAMILIES)
+@pytest.mark.parametrize("family", others_slow(small.FAMILIES, "llama", "t5"))
 def test_every_family_is_regrouped(family: str) -> None:
     make, data = small.FAMILIES[family]
     model = make()

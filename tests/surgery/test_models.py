@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from headwise.errors import DeviceError, OptionError
 from headwise.surgery import Cut, ModelHeads, cut_model, full_size
+from tests.quick import others_slow
 from tests.surgery.families import FAMILIES, GROUPED, inputs_of, output_of, whole, without
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", others_slow(FAMILIES, "bert", "llama", "t5"))
 
 
 def wide(family: str) -> Any:
@@ -64,7 +65,9 @@ def test_expanded_kv_heads_give_the_same_outputs(family: str) -> None:
     assert_same(output_of(made), output_of(model))
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in GROUPED])
+@pytest.mark.parametrize(
+    "family", others_slow([family for family in FAMILIES if family not in GROUPED], "gpt2")
+)
 def test_modules_without_kv_heads_get_a_copy_for_each_head(family: str) -> None:
     model = wide(family)
     merged = Cut({name: layer.merge(3) for name, layer in whole(model)})
@@ -79,8 +82,8 @@ def test_modules_without_kv_heads_get_a_copy_for_each_head(family: str) -> None:
 GENERATE = [family for family in FAMILIES if family not in ("bert", "vit")]
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("family", GENERATE)
+@pytest.mark.parametrize("cache", others_slow(["dynamic", "static"]))
+@pytest.mark.parametrize("family", others_slow(GENERATE, "llama", "t5"))
 def test_a_cut_model_generates_with_a_cache(family: str, cache: str) -> None:
     model = wide(family)
     layers = dict(without(model, [2, 3]))

@@ -22,6 +22,7 @@ from headwise.surgery.fit import RIDGES, cut_heads, match_names, record_moments,
 from headwise.surgery.journal import Journal
 from headwise.surgery.quality import Quality
 from headwise.surgery.steps import Refit
+from tests.quick import others_slow
 from tests.refusals import refusals
 from tests.scanning import models
 from tests.surgery import small
@@ -64,7 +65,7 @@ def test_a_head_without_use_goes_first() -> None:
     assert min(others) > 0
 
 
-@pytest.mark.parametrize("repair", ["zero", "mean"])
+@pytest.mark.parametrize("repair", others_slow(["zero", "mean"]))
 def test_effects_and_the_curve_are_those_of_ablation(repair: Any) -> None:
     model, fit, other = small.tiny(), small.ids(5, 12), small.ids(4, 12, seed=1)
     result = prune(model, fit, held_out=other, keep=0.7, repair=repair)
@@ -87,7 +88,7 @@ def test_effects_and_the_curve_are_those_of_ablation(repair: Any) -> None:
     assert result.curve[-1].kept == 3
 
 
-@pytest.mark.parametrize("family", small.FAMILIES)
+@pytest.mark.parametrize("family", others_slow(small.FAMILIES, "llama"))
 def test_families(family: str) -> None:
     make, data = small.FAMILIES[family]
     model = make()
@@ -108,7 +109,7 @@ def test_families(family: str) -> None:
         assert left.keys() == ModelHeads(model).specs.keys()
 
 
-@pytest.mark.parametrize("take", ["groups", "heads"])
+@pytest.mark.parametrize("take", others_slow(["groups", "heads"]))
 def test_grouped_heads(take: Any) -> None:
     model = small.grouped()
     result = prune(model, small.text(), held_out=small.text(seed=1), keep=0.5, take=take)
@@ -132,7 +133,7 @@ def test_under_alibi_heads_are_zeroed() -> None:
     assert float(result.after.mean()) != float(result.before.mean())
 
 
-@pytest.mark.parametrize("by", ["ablation", "gradient"])
+@pytest.mark.parametrize("by", others_slow(["ablation", "gradient"], "gradient"))
 def test_a_pruned_model_is_pruned_again(by: Any) -> None:
     model, fit, other = small.tiny(), small.ids(5, 12), small.ids(4, 12, seed=1)
     first = prune(model, fit, held_out=other, keep=0.7, by=by)

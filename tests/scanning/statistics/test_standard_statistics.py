@@ -34,6 +34,7 @@ from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.scanning import call as captured_call
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Summary, compute_summaries
+from tests.quick import others_slow
 from tests.scanning.statistics.calls import KINDS, Call, Kind, roundoff
 from tests.scanning.statistics.dense_statistics import REFERENCE
 
@@ -103,7 +104,20 @@ def number_of(name: str, result: Tensor) -> Tensor:
     return (result[..., 2] if name in FIELDS else result).nan_to_num(0.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    others_slow(
+        KINDS,
+        "causal",
+        "left padding",
+        "cached",
+        "cross",
+        "sink",
+        "bfloat16",
+        "alibi",
+        "hidden rows",
+    ),
+)
 def test_streamed_is_dense(kind: str) -> None:
     call, found = drawn(kind), summaries(kind, SMALL)
     observation = call.observation()

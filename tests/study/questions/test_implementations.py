@@ -158,6 +158,7 @@ def test_a_check_that_lets_anything_pass(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "misread" in failed()
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_misread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(question, "named_causes_of_misread_weights", misread_causes)
     one = torch.eye(question.EMBED_DIM)
