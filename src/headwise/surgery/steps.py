@@ -250,7 +250,7 @@ class Basis(Step):
 
     @property
     def equality(self) -> Equality:
-        """InputProducts of two bases are rounded."""
+        """Products of two bases are rounded."""
         return "rounding"
 
     def follow(self, origins: Origins) -> Origins:
