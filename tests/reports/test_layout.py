@@ -130,6 +130,12 @@ def test_every_column_of_twelve_heads_is_in_sight(
         cells = "document.querySelector('[data-part=grid] .cells')"
         sizes = opened.page.evaluate(f"[{cells}.scrollWidth, {cells}.clientWidth]")
         assert sizes[0] <= sizes[1]
+        if order == "links":
+            opened.wait("s.parts.links.all?.length === 144")
+            cut = (
+                "(all) => all.filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.innerText)"
+            )
+            assert opened.page.locator(".cells .share").evaluate_all(cut) == []
 
 
 @pytest.mark.parametrize(("width", "height"), others_slow([*WINDOWS, (900, 700)]))
