@@ -150,6 +150,29 @@ def test_a_fitted_output_projection_is_not_explained() -> None:
     assert "nothing explains output" in str(diagnosis)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_means_are_rounded_to_the_dtype_of_the_weights(dtype: torch.dtype) -> None:
+    """Else nothing is exact: the coarse rounding of a dtype is believed where all is explained."""
+    model = FAMILIES["llama"]()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    layers = {}
+    for name, cut in ModelHeads(model).whole():
+        wo = torch.randn(6, 10, 48, generator=torch.Generator().manual_seed(3))
+        layers[name] = cut.merge(1).refit(wo)
+    made = cut_model(Cut(layers), model)
+    diagnosis = headwise.compare(made, model, inputs_of(model)["input_ids"])
+    assert causes_of(diagnosis) == [[(NAME, {"kv heads": "0+1+2"}, "first")]] * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_heads_that_the_second_lacks(family: str) -> None:
+    model = FAMILIES[family]()
+    cut = Cut({name: layer.drop([2, 3]) for name, layer in ModelHeads(model).whole()})
+    diagnosis = headwise.compare(model, cut_model(cut, model), inputs_of(model)["input_ids"])
+    assert causes_of(diagnosis) == [[("heads gone", {"without heads": (2, 3)}, "second")]] * 2
+
+
 def _noise(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
 
