@@ -107,6 +107,7 @@ def test_a_head_is_compared_by_keyboard_alone(opened: Opened, scan: HeadScan) ->
     assert (opened.state()["layer"], opened.state()["head"]) == (1, 2)  # the keys chose nothing
     page.keyboard.press("Enter")
     opened.wait("s.mode === 'diff' && s.other.layer === 2 && s.other.head === 3")
+    opened.poll("document.querySelector('.facts h2').textContent === '1.2 and 2.3'")
     assert not page.is_visible(".hint")
     pairs = {name: (float(scan[name][1, 2]), float(scan[name][2, 3])) for name in scan.scalars}
     require_sorted_changes(table_of(opened, "facts"), scan, pairs)
@@ -395,6 +396,7 @@ def test_the_scan_named_first_is_a_and_a_change_is_b_less_a(
         assert modes == ["A", "B", "A and B", "B − A"]
         page.click('button[data-mode="diff"]')
         opened.wait("s.mode === 'diff'")
+        opened.load()
         change = [a - b for a, b in zip(right, left, strict=True)]
         assert page.evaluate(values.format("loaded")) == change
         page.select_option('[aria-label="statistic"]', "induction")
@@ -562,6 +564,7 @@ def test_uneven_layers_have_strips_and_pairs(browser: Chromium, tmp_path: Path) 
         opened.wait(HEAD.format(2, 3))
         opened.page.click('[data-id="2.1"]', modifiers=["Shift"])
         opened.wait("s.mode === 'diff'")
+        opened.poll("document.querySelector('.facts h2').textContent === '2.3 and 2.1'")
         rows = {row[0]: row[1:] for row in table_of(opened, "facts")}
         assert rows["entropy, nats"][0] == "no value"
         assert table_of(opened, "facts")[0][0] == "entropy, nats"  # of which only one has a value
@@ -609,6 +612,7 @@ def test_two_texts_pair_heads_by_number_and_every_sentence_names_both(texts: Ope
     assert summary.splitlines()[1].startswith(f"{name} short: ")
     page.click('[data-mode="diff"]')
     texts.wait("s.mode === 'diff'")
+    texts.load()
     assert page.inner_text("[data-part=compare] h2") == f"{name} short − {name} long"
     assert "short − long" not in page.inner_text("[data-part=grid]")  # the total change
     page.select_option('[aria-label="statistic"]', "entropy")
