@@ -16,6 +16,7 @@ import headwise
 from headwise.cli import app, output
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.surgery import Cut, effects
+from headwise.surgery.stored import read_lines
 from tests.huggingface.stored import WORDS, stored
 from tests.surgery.families import FAMILIES, without
 
@@ -217,3 +218,24 @@ def test_a_folder_that_only_headwise_loads_is_refused(
 def test_a_share_outside_its_range(folders: dict[str, Path], data: Path, tmp_path: Path) -> None:
     error = refused(folders["llama"], "--data", data, "--out", tmp_path / "n", "--keep", 1.5)
     assert "keep=1.5" in error.saw
+    assert error.lines(output.option_text)[2] == "--keep=0.75 for three quarters"
+
+
+def test_a_page_that_exists_is_kept(folders: dict[str, Path], data: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("mine")
+    error = refused(folders["llama"], "--data", data, "--out", tmp_path / "n", "--page", page)
+    assert error.saw == f"{page} exists already"
+    assert page.read_text() == "mine"
+    assert not (tmp_path / "n").exists()
+
+
+def test_the_text_is_taken_as_it_is(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Indentation stays; repeated and empty lines are counted."""
+    data = tmp_path / "code.txt"
+    lines = [f"{'  ' * n}{WORDS[n]} {WORDS[n + 1]}" for n in range(6)]
+    data.write_text("\n".join([*lines, "", lines[0], *lines[:2]]) + "\n")
+    assert read_lines(data) == lines
+    text = run(folders["llama"], "--data", data, "--out", tmp_path / "n", "--dry-run")
+    expected = "3 sequences to choose and fit on, 3 held out, of 10 lines of code.txt; 4 empty, "
+    assert text.startswith(expected)

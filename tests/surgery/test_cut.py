@@ -102,7 +102,7 @@ def test_words() -> None:
     cut = Cut({"a.": LayerCut(12, 4).drop([0, 1, 2]), "long.": LayerCut(6, 6).merge(2)})
     assert str(cut) == (
         "a.     9 of 12 heads without 0, 1, 2, 3 of 4 kv heads\n"
-        "long.  6 of 6 heads, 2 of 6 kv heads, merged by their mean\n"
+        "long.  6 of 6 heads, 2 of 6 kv heads (0+1+2 3+4+5), merged by their mean\n"
         "outputs change"
     )
     same = Cut({"a.": LayerCut(4, 2).keep([2, 3, 0, 1]).expand(4)})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headwise.cli import output
+from headwise.errors import CheckpointError
 from headwise.support.files import make_parent_and_require_writable, write_whole
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ def prepare_page(page: Path | None, out: Path, *, dry_run: bool) -> Path:
         page = out.with_name(f"{out.name}.html")
     if not dry_run:
         require_matplotlib()
+        if page.exists():
+            raise CheckpointError(
+                saw=f"{page} exists already",
+                needed="a new file, so that no page is lost",
+                do="name another one with --page, or remove this one",
+            )
         make_parent_and_require_writable(page)
     return page
 

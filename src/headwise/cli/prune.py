@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -55,7 +57,7 @@ def prune(
     First the plan with its predicted effect, then the measurement on held-out
     lines, the folder and its check in a new process, and a page with the curve.
     To resume an interrupted run, repeat the command: a hidden file beside OUT
-    keeps the effects of heads that were measured.
+    keeps the effects of layers all of whose heads were measured.
     """
     start, console = time.perf_counter(), output.make_console(stderr=True)
     with output.progress_bar(console, "loading torch") as progress:
@@ -67,10 +69,11 @@ def prune(
         opened = stored.open_for_cut(model, data, out, form=form, length=length)
         opened.require_keep(keep, repair)
         options: dict[str, Any] = {"keep": keep, "by": by, "repair": repair}
-        plan = opened.plan_prune(**options, progress=progress)
+        with _saying_how_to_resume(opened.journal):
+            plan = opened.plan_prune(**options, progress=progress)
     folder = opened.plan_folder(plan.cut)
     if not as_json:
-        output.print_lines([str(plan), str(folder)])
+        output.print_lines([opened.note, str(plan), str(folder)])
     if dry_run:
         _report_plan(plan, opened.journal, as_json=as_json)
         return
@@ -80,6 +83,19 @@ def prune(
         difference = opened.check(pruned.model)
     render = partial(render_pruning, pruned, make_model_title(model))
     cut.report(pruned, written, difference, page=page, render=render, start=start, as_json=as_json)
+
+
+@contextmanager
+def _saying_how_to_resume(journal: Path) -> Iterator[None]:
+    """Say what an interrupted plan keeps."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = f"effects of whole layers are in {journal}" if journal.is_file() else "nothing kept"
+        output.make_console(stderr=True).print(
+            f"interrupted; {kept}; to go on, repeat the command", markup=False, soft_wrap=True
+        )
+        raise
 
 
 def _report_plan(plan: PruningPlan, journal: Path, *, as_json: bool) -> None:

@@ -56,7 +56,7 @@ def regroup(
         plan = opened.plan_regroup(kv_heads=kv_heads, merge=merge, progress=progress)
     folder = opened.plan_folder(plan.cut)
     if not as_json:
-        output.print_lines([str(plan), str(folder)])
+        output.print_lines([opened.note, str(plan), str(folder)])
     if dry_run:
         if as_json:
             output.print_lines([], {"schema": cut.SCHEMA, "layers": plan.table()})

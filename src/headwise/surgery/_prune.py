@@ -139,6 +139,13 @@ class PruningPlan:
         model = cut_model(cut_heads(self.heads, gone, means, zeroed=True), self.heads.model)
         return float(self.quality.values(model, self.data.held_out).mean())
 
+    def _prediction(self) -> str:
+        """Return the sum of the effects; by gradients each counts as a loss."""
+        change = f"{-self.choice.predicted:+.4f}"
+        if self.by == "gradient":
+            return f"change of quality to first order: {change} at worst, each head as a loss"
+        return f"predicted change of quality: {change}, the sum of the effects of single heads"
+
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each layer: its name, heads, heads gone, and the effects of all."""
         gone = self.choice.gone()
@@ -159,8 +166,7 @@ class PruningPlan:
         total, kept = choice.total, choice.kept()
         lines = [
             f"{kept} of {total} heads stay, {total - kept} go, chosen by {self.by}",
-            f"predicted change of quality: {-choice.predicted:+.4f}, the sum of the effects of "
-            "single heads",
+            self._prediction(),
         ]
         width = max(len(row["layer"]) for row in rows)
         for row in rows[:MOST_LAYERS]:
@@ -354,13 +360,19 @@ def prune(
     return plan.measure(progress)
 
 
-def _require_options(keep: float, by: str, rounds: int, take: str) -> None:
+def require_share(keep: float) -> None:
+    """Raise OptionError unless this is a share of heads."""
     if not (isinstance(keep, float) and 0 < keep < 1):
         raise OptionError(
-            saw=f"keep={describe_value(keep)}",
-            needed="the share of heads that stays, between 0 and 1",
-            do="keep=0.75",
+            saw=f"{{keep}}={describe_value(keep)}",
+            needed="the share of heads that stays, between 0 and 1 and neither of them",
+            do="{keep}=0.75 for three quarters",
+            parameter="keep",
         )
+
+
+def _require_options(keep: float, by: str, rounds: int, take: str) -> None:
+    require_share(keep)
     if rounds < 1:
         raise OptionError(saw=f"rounds={rounds}", needed="at least one", do="rounds=1")
     for name, value, known in (

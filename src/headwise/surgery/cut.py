@@ -223,6 +223,9 @@ class LayerCut:
             text += ", at full size" if len(heads.query) == self.num_heads else ", some at size"
         if len(heads.kv) != self.num_kv_heads:
             text += f", {len(heads.kv)} of {self.num_kv_heads} kv heads"
+        if any(len(kv) > 1 for kv in heads.kv):
+            groups = ("+".join(map(str, kv)) for kv in dict.fromkeys(heads.kv))
+            text += f" ({' '.join(groups)})"
         phrases = dict.fromkeys(filter(None, map(_describe_step, self.steps)))
         return text + "".join(f", {phrase}" for phrase in phrases)
 

@@ -41,7 +41,8 @@ class Data:
         """
         given = [each.original for each in list_inputs(inputs)]
         if held_out is not None:
-            data = cls(given, [x.original for x in list_inputs(held_out)], "held-out data given")
+            others = [each.original for each in list_inputs(held_out)]
+            data = cls(given, others, "the held-out inputs, which nothing was fitted to")
         elif len(given) > 1:
             data = cls(given[::2], given[1::2], "every second input held out")
         else:

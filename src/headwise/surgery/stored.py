@@ -17,9 +17,10 @@ from headwise.checkpoints.plan import require_usable_target
 from headwise.checkpoints.source import open_source
 from headwise.errors import OptionError
 from headwise.models.text import read_sentences
+from headwise.scanning.labels import RECORD
 from headwise.support.progress import Progress
 from headwise.support.text import describe_count
-from headwise.surgery._prune import PruningPlan, plan_prune
+from headwise.surgery._prune import PruningPlan, plan_prune, require_share
 from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
 from headwise.surgery.check import check_folder
 from headwise.surgery.cut import Cut
@@ -42,6 +43,7 @@ class StoredSubject:
         stored: the loaded model.
         fit: inputs to choose and fit on.
         held_out: inputs to measure on.
+        note: the number of sequences of the text, as a sentence.
     """
 
     folder: Path
@@ -50,6 +52,7 @@ class StoredSubject:
     stored: transformers.StoredModel
     fit: list[dict[str, Tensor]]
     held_out: list[dict[str, Tensor]]
+    note: str
 
     @property
     def journal(self) -> Path:
@@ -92,6 +95,7 @@ class StoredSubject:
 
     def require_keep(self, keep: float, repair: Repair) -> None:
         """Raise OptionError where no pruning of this size can be written in the end."""
+        require_share(keep)
         heads = ModelHeads(self.stored.model)
         if repair != "zero":
             _require_bias(heads, self.folder, self.form)
@@ -131,7 +135,8 @@ def open_for_cut(
         CheckpointError: no complete model, or a target that exists.
     """
     require_usable_target(open_source(folder), target, "safetensors")
-    halves = read_sentences() if data is None else _deal(read_lines(data))
+    lines = None if data is None else read_lines(data)
+    halves = read_sentences() if lines is None else (lines[::2], lines[1::2])
     StoredHeads(folder)  # what cannot be cut is refused before it is loaded
     stored = transformers.load(folder)
     if stored.tokenizer is None:
@@ -145,12 +150,24 @@ def open_for_cut(
     if not (fit and held_out):
         use = "measure on" if fit else "choose and fit on"
         raise _too_few(data, f"without a line of two tokens to {use}")
-    return StoredSubject(folder, target, form, stored, fit, held_out)
+    note = _describe_text(data, fit, held_out)
+    if (folder / RECORD).is_file():
+        note += f"\nnumbers of heads are those of {folder}; {RECORD} has those of the first model"
+    return StoredSubject(folder, target, form, stored, fit, held_out, note)
 
 
-def _deal(lines: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return every second line, and the others."""
-    return lines[::2], lines[1::2]
+def _describe_text(
+    data: Path | None, fit: Sequence[dict[str, Tensor]], held_out: Sequence[dict[str, Tensor]]
+) -> str:
+    """Return how many sequences each part has, and how many lines of a file are in none."""
+    used, others = (sum(len(each["input_ids"]) for each in part) for part in (fit, held_out))
+    parts = f"{describe_count(used, 'sequence')} to choose and fit on, {others} held out"
+    if data is None:
+        return f"{parts}, of the sentences of headwise; --data names a text of yours"
+    total = len(data.read_text("utf-8").splitlines())
+    left = total - used - others
+    what = f"; {left} empty, repeated or of one token alone" if left else ""
+    return f"{parts}, of {describe_count(total, 'line')} of {data.name}{what}"
 
 
 def read_lines(data: Path) -> list[str]:
@@ -167,7 +184,7 @@ def read_lines(data: Path) -> list[str]:
             needed="a text file in UTF-8, a sequence on each line",
             do="name such a file",
         ) from error
-    lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+    lines = list(dict.fromkeys(line for line in text.splitlines() if line.strip()))
     if len(lines) < 4:
         raise _too_few(data, f"with {describe_count(len(lines), 'line')} of text")
     return lines
@@ -236,8 +253,9 @@ def _require_form(whole: Cut, folder: Path, form: Form, keep: float) -> None:
             f"{error.saw}",
             needed=f"{', '.join(map(str, fits))} of {units} groups, which plain transformers can "
             "state",
-            do=f"{{keep}} {nearest / units:g}; or another form: full or headwise",
-            parameter="keep",
+            do=f"{{keep}} {nearest / units:g}; or {{form}} full, which is no smaller, or {{form}} "
+            "headwise",
+            parameter={"keep": (), "form": ()},
         ) from error
 
 
