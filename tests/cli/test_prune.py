@@ -78,6 +78,7 @@ def test_plain_transformers_loads_the_smaller_model(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_the_effects_alone(
     folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -456,6 +456,7 @@ def test_a_page_is_written_as_a_whole(tmp_path: Path) -> None:
     assert written.read_text("utf-8") == render_scan_page(report)
 
 
+@pytest.mark.slow
 def test_sizes() -> None:
     parts = (read_viewer_asset("viewer.js") + read_viewer_asset("viewer.css")).encode()
     assert len(gzip.compress(parts)) <= 120_000

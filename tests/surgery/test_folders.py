@@ -55,6 +55,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.slow
 @families
 def test_plain_transformers_gives_the_outputs_of_the_cut_in_memory(
     family: str, written: dict[str, Path]

@@ -15,6 +15,8 @@ from headwise.function.distance import slopes_of
 from headwise.function.spec import AlibiRule
 from headwise.function.weights import AXES, State, take_heads
 
+BY_HEAD = ("scores", "weights", "head outputs")  # stages of as many heads as there are queries'
+
 
 def _heads_gone(evidence: Evidence) -> Variants:
     """Yield the model without the heads that are gone, with another bias where that is all else.
@@ -89,8 +91,18 @@ def _find_smallest_call(evidence: Evidence, stages: Sequence[str]) -> RecordedCa
     """Return the smallest call with these stages of queries, keys or values; None for others."""
     if {*stages} - {*NORMED, "q", "k", "v"}:  # they were not recorded
         return None
-    calls = [call for call in evidence.calls if {*stages} <= {*call.stages}]
+    calls = [
+        call
+        for call in evidence.calls
+        if {*stages} <= {*call.stages} and _has_heads_of_its_queries(call, stages[0])
+    ]
     return min(calls, key=lambda call: call.inputs.x.numel(), default=None)
+
+
+def _has_heads_of_its_queries(call: RecordedCall, queries: str) -> bool:
+    """True if what follows the queries has as many heads: a port may record one head by itself."""
+    counts = {call.stages[stage].shape[1] for stage in BY_HEAD if stage in call.stages}
+    return counts <= {call.stages[queries].shape[1]}
 
 
 def _match_heads(model: AttentionModel, call: RecordedCall, stage: str) -> tuple[int, ...] | None:
