@@ -93,7 +93,8 @@ def record_products(
             recorder.run(each)
             progress("products of inputs", done, len(prepared))
     return {
-        name: InputProducts(*(each / each[-1, -1] for each in pair)) for name, pair in sums.items()
+        name: InputProducts(*(each.cpu() / each[-1, -1].cpu() for each in pair))
+        for name, pair in sums.items()
     }
 
 

@@ -89,7 +89,8 @@ class _Layer:
     ) -> None:
         self.whole, self.kv_heads = heads.whole().layers[name], kv_heads
         self.count = self.whole.num_kv_heads // kv_heads
-        self.spec, self.state = heads.specs[name], heads.canonical(name)
+        self.spec = heads.specs[name]
+        self.state = {tensor: x.cpu() for tensor, x in heads.canonical(name).items()}
         self.keys = key_channels(self.state, self.spec, products)
         self.values = value_channels(self.state, products)
         self.means = mean_values(self.state, products)
