@@ -343,6 +343,7 @@ def test_the_way_back_from_a_card_is_beside_the_cards(browser: Chromium, tmp_pat
         opened.page.locator("[data-part=standouts] button").first.click()
         opened.wait("s.statistic === 'induction'")
         assert total.get_attribute("aria-pressed") == "false"
+        assert total.evaluate("button => button.tabIndex") == 0
         total.click()
         opened.wait(f"s.statistic === '{first}'")
     with browser.open(save_scan_page(tmp_path / "one.html", viewer_report(before))) as opened:

@@ -9,7 +9,6 @@ result.model, result.cut
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,9 +33,10 @@ from headwise.surgery.fit import (
     require_repair,
 )
 from headwise.surgery.journal import Journal
+from headwise.surgery.measured import Measured, mark
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
-from headwise.surgery.quality import Measure, Quality, interval
+from headwise.surgery.quality import Measure, Quality
 
 POINTS = 9  # of the curve
 MOST_LAYERS = 10  # lines of a table
@@ -180,7 +180,7 @@ class PruningPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Pruning:
+class Pruning(Measured):
     """Result of a pruning.
 
     ``str()`` is a report of at most 20 lines.
@@ -202,25 +202,15 @@ class Pruning:
     after: Tensor
     curve: tuple[Point, ...]
 
-    @property
-    def change(self) -> tuple[float, float, float]:
-        """The mean change of quality, and its 95 % bootstrap interval over sequences."""
-        difference = self.after - self.before
-        return (float(difference.mean()), *interval(difference))
-
     def __str__(self) -> str:
         """Return the plan, the quality before and after, and the curve."""
         return "\n".join([str(self.plan), *self.result_lines()])
 
     def result_lines(self) -> list[str]:
         """Return what was measured, in lines."""
-        change, low, high = self.change
         return [
             REPAIRED[self.plan.repair] + self._refits(),
-            f"quality: {self.plan.quality.title}",
-            f"on {len(self.after)} sequences; {self.plan.data.note}",
-            f"{float(self.before.mean()):.4f} before, {float(self.after.mean()):.4f} after: "
-            f"{change:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}",
+            *self.quality_lines(self.plan.quality, self.plan.data),
             *self._curve_lines(),
         ]
 
@@ -230,16 +220,13 @@ class Pruning:
         after = float(self.after.mean())
         values = [after if point.is_chosen else getattr(point, way) for point in self.curve]
         lines = [
-            "heads kept:    " + " ".join(f"{self._mark(point):>7}" for point in self.curve),
+            "heads kept:    "
+            + " ".join(f"{mark(point.kept, is_chosen=point.is_chosen):>7}" for point in self.curve),
             f"quality, {way}: " + " ".join(f"{value:7.4f}" for value in values),
         ]
         if self.plan.repair == "refit":
             lines.append("the number at * is of the refit, the others are of the mean")
         return lines
-
-    @staticmethod
-    def _mark(point: Point) -> str:
-        return f"*{point.kept}" if point.is_chosen else str(point.kept)
 
     def _refits(self) -> str:
         if not self.decisions:
@@ -247,25 +234,15 @@ class Pruning:
         fitted = sum(each.ridge is not None for each in self.decisions.values())
         return f": fitted in {fitted} of {len(self.decisions)} layers"
 
-    def to_json(self) -> str:
-        """Return all numbers of the report as JSON; the cut has a file of its own."""
-        return json.dumps(self.values(), indent=1) + "\n"
-
     def values(self) -> dict[str, Any]:
         """Return all numbers of the report by name."""
-        change, low, high = self.change
         return {
             "by": self.plan.by,
             "repair": self.plan.repair,
-            "measure": self.plan.quality.title,
             "heads": self.plan.choice.total,
             "kept": self.plan.choice.kept(),
             "predicted": -self.plan.choice.predicted,
-            "sequences": len(self.after),
-            "held_out": self.plan.data.note,
-            "before": float(self.before.mean()),
-            "after": float(self.after.mean()),
-            "change": {"mean": change, "low": low, "high": high},
+            **self.quality_values(self.plan.quality, self.plan.data),
             "curve": [asdict(point) for point in self.curve],
             "refits": {name: asdict(each) for name, each in self.decisions.items()},
             "layers": self.plan.table(),

@@ -9,7 +9,6 @@ result.model, result.cut
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,10 +23,11 @@ from headwise.surgery.channels import InputProducts, record_products
 from headwise.surgery.cut import Cut
 from headwise.surgery.data import Data
 from headwise.surgery.maps import How, require_how
+from headwise.surgery.measured import Measured, mark
 from headwise.surgery.memory import cut_model
 from headwise.surgery.merge import Merged, merge_heads
 from headwise.surgery.models import ModelHeads
-from headwise.surgery.quality import Measure, Quality, interval
+from headwise.surgery.quality import Measure, Quality
 
 MOST_LAYERS = 10  # lines of a table
 
@@ -146,7 +146,7 @@ WORDS: dict[How, str] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Regrouping:
+class Regrouping(Measured):
     """Result of a regrouping.
 
     ``str()`` is a report of at most 20 lines.
@@ -169,51 +169,30 @@ class Regrouping:
         """The merge of each layer."""
         return self.plan.cut
 
-    @property
-    def change(self) -> tuple[float, float, float]:
-        """The mean change of quality, and its 95 % bootstrap interval over sequences."""
-        difference = self.after - self.before
-        return (float(difference.mean()), *interval(difference))
-
     def __str__(self) -> str:
         """Return the plan, the quality before and after, and the curve."""
         return "\n".join([str(self.plan), *self.result_lines()])
 
     def result_lines(self) -> list[str]:
         """Return what was measured, in lines."""
-        change, low, high = self.change
         lines = [
-            f"quality: {self.plan.quality.title}",
-            f"on {len(self.after)} sequences; {self.plan.data.note}",
-            f"{float(self.before.mean()):.4f} before, {float(self.after.mean()):.4f} after: "
-            f"{change:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}",
-            "kv heads:            " + " ".join(f"{self._mark(point):>7}" for point in self.curve),
+            *self.quality_lines(self.plan.quality, self.plan.data),
+            "kv heads:            "
+            + " ".join(
+                f"{mark(point.kv_heads, is_chosen=point.is_chosen):>7}" for point in self.curve
+            ),
             "mean of neighbours:  " + " ".join(f"{point.mean:7.4f}" for point in self.curve),
         ]
         name = f"{self.plan.how}:"
         merged = " ".join(f"{point.merged:7.4f}" for point in self.curve)
         return [*lines, f"{name:20} {merged}"]
 
-    @staticmethod
-    def _mark(point: MergePoint) -> str:
-        return f"*{point.kv_heads}" if point.is_chosen else str(point.kv_heads)
-
-    def to_json(self) -> str:
-        """Return all numbers of the report as JSON; the cut has a file of its own."""
-        return json.dumps(self.values(), indent=1) + "\n"
-
     def values(self) -> dict[str, Any]:
         """Return all numbers of the report by name."""
-        change, low, high = self.change
         return {
             "merge": self.plan.how,
-            "measure": self.plan.quality.title,
             "kv_heads": self.plan.kv_heads,
-            "sequences": len(self.after),
-            "held_out": self.plan.data.note,
-            "before": float(self.before.mean()),
-            "after": float(self.after.mean()),
-            "change": {"mean": change, "low": low, "high": high},
+            **self.quality_values(self.plan.quality, self.plan.data),
             "curve": [asdict(point) for point in self.curve],
             "layers": self.plan.table(),
         }

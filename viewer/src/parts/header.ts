@@ -71,7 +71,9 @@ export class Header implements Part {
       this.fillWays();
     }
     this.total.hidden = !scan.statistics.some((each) => each.is_change);
-    this.total.setAttribute("aria-pressed", String(this.app.statistic?.is_change ?? false));
+    const isOn = this.app.statistic?.is_change ?? false;
+    this.total.setAttribute("aria-pressed", String(isOn));
+    this.total.tabIndex = isOn ? -1 : 0; // it leads to where the page is
     const ways = [...this.ways.querySelectorAll("button")].filter((way) => way.dataset["head"] === nameOf(state));
     // Under the total change a head's first card is that of its largest.
     const here = ways.find((way) => way.dataset["statistic"] === state.statistic) ?? (this.app.statistic?.is_change ? ways[0] : undefined);
