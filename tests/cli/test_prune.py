@@ -113,6 +113,39 @@ def test_a_mean_without_a_place_is_refused_before_the_work(data: Path, tmp_path:
     assert error.lines(output.option_text)[2] == "--repair zero"
 
 
+def test_a_model_with_one_kv_head_loses_query_heads(data: Path, tmp_path: Path) -> None:
+    sizes = SHARP | {"num_attention_heads": 4, "num_key_value_heads": 1}
+    folder = stored(tmp_path / "one", FAMILIES["llama"](**sizes))
+    text = run(folder, "--data", data, "--out", tmp_path / "new", "--keep", 0.5)
+    assert "num_attention_heads 2; plain transformers loads" in text
+    error = runner.invoke(
+        app, ["regroup", str(folder), "--kv-heads", "1", "--out", str(tmp_path / "n")]
+    ).exception
+    assert isinstance(error, OptionError)
+    assert error.needed == "layers with several kv heads"
+
+
+def test_without_a_tokenizer_the_advice_writes_the_folder(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The line is run as it is printed, with the model and the inputs that it names."""
+    folder = tmp_path / "plain"
+    ignored = shutil.ignore_patterns("token*", "special*")
+    shutil.copytree(folders["llama"], folder, ignore=ignored)
+    ids = torch.randint(5, 15, (8, 9), generator=torch.Generator().manual_seed(0))
+    names = {"headwise": headwise, "inputs": ids}
+    names["model"] = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    commands = {"prune": ["--keep", 0.5], "regroup": ["--kv-heads", 2]}
+    for number, (name, options) in enumerate(commands.items()):
+        target = tmp_path / f"new{number}"
+        command = [name, folder, "--out", target, *options]
+        error = runner.invoke(app, [*map(str, command)]).exception
+        assert isinstance(error, OptionError)
+        exec(error.do.partition(": ")[2], names)
+        made = transformers.AutoModelForCausalLM.from_pretrained(target)
+        assert made.config.num_key_value_heads == 2
+
+
 def test_a_number_of_heads_that_the_class_refuses_names_those_that_fit(
     data: Path, tmp_path: Path
 ) -> None:

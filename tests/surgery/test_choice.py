@@ -86,6 +86,14 @@ def test_whole_groups_go_or_as_many_heads_of_each() -> None:
     assert [unit.effect for [unit] in choice.steps] == [4, 5]
 
 
+def test_an_only_kv_head_stays_and_loses_query_heads() -> None:
+    effects = [4.0, 1.0, 3.0, 2.0]
+    for take in ("groups", "heads"):
+        choice = search(Known(effects, [9.0]), (4, 1), (1, 1), take=take).choose(0.5, 1)
+        assert choice.gone() == {A: [1, 3], B: []}
+        assert choice.kept(len(choice.steps)) == 2
+
+
 def test_take_makes_no_difference_without_groups() -> None:
     effects = [4.0, 1.0, 3.0, 2.0]
     chosen = [search(Known(effects), (4, 4), take=t).choose(0.5, 1) for t in ("groups", "heads")]
@@ -125,3 +133,5 @@ def test_layers_with_one_table_of_distances_lose_the_same_heads() -> None:
 def test_a_keep_at_which_nothing_goes_is_refused() -> None:
     with pytest.raises(OptionError, match="at most 1 head may go"):
         search(Known([1.0] * 6), (6, 2)).choose(0.8, 1)
+    with pytest.raises(OptionError, match="a layer with several heads"):
+        search(Known([1.0], [2.0]), (1, 1), (1, 1)).choose(0.5, 1)

@@ -66,7 +66,8 @@ def prune(
         from headwise.surgery import stored
 
         page = cut.prepare_page(page, out, dry_run=dry_run)
-        opened = stored.open_for_cut(model, data, out, form=form, length=length)
+        call = f"prune(model, inputs, {keep=}, {by=}, {repair=}, even={form == 'plain'})"
+        opened = stored.open_for_cut(model, data, out, form=form, length=length, call=call)
         opened.require_keep(keep, repair)
         options: dict[str, Any] = {"keep": keep, "by": by, "repair": repair}
         with _saying_how_to_resume(opened.journal):

@@ -51,7 +51,8 @@ def regroup(
         from headwise.surgery import stored
 
         page = cut.prepare_page(page, out, dry_run=dry_run)
-        opened = stored.open_for_cut(model, data, out, form=form, length=length)
+        call = f"regroup(model, inputs, {kv_heads=}, {merge=})"
+        opened = stored.open_for_cut(model, data, out, form=form, length=length, call=call)
         opened.require_kv_heads(kv_heads)
         plan = opened.plan_regroup(kv_heads=kv_heads, merge=merge, progress=progress)
     folder = opened.plan_folder(plan.cut)

@@ -108,10 +108,10 @@ class PruningPlan:
         """
         cut, decisions = self._repair(progress)
         model, held_out = self.heads.model, self.data.held_out
-        before = self.quality.values(model, held_out)
         made = cut_model(cut, model)
-        after = self.quality.values(made, held_out)
-        return Pruning(self, cut, made, decisions, before, after, self._curve(before, progress))
+        before, after, moved = self.quality.change(model, made, held_out)
+        curve = self._curve(before, progress)
+        return Pruning(self, cut, made, decisions, before, after, moved, curve)
 
     def _repair(self, progress: Progress) -> tuple[Cut, dict[str, Decision]]:
         if self.repair != "refit":
@@ -191,6 +191,7 @@ class Pruning(Measured):
         model: a copy of the model with the cut.
         decisions: by layer, whether the refit is kept; empty for another repair.
         before, after: the quality of each held-out sequence, (sequences,).
+        moved: the norm of the change of the outputs on held-out data, over their norm.
         curve: the mean quality on held-out data against heads kept.
     """
 
@@ -200,6 +201,7 @@ class Pruning(Measured):
     decisions: dict[str, Decision]
     before: Tensor
     after: Tensor
+    moved: float
     curve: tuple[Point, ...]
 
     def __str__(self) -> str:

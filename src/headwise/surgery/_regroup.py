@@ -83,8 +83,8 @@ class RegroupPlan:
         """
         model, held_out = self.heads.model, self.data.held_out
         made = cut_model(self.cut, model)
-        before, after = (self.quality.values(each, held_out) for each in (model, made))
-        return Regrouping(self, made, before, after, self._curve(before, after, progress))
+        before, after, moved = self.quality.change(model, made, held_out)
+        return Regrouping(self, made, before, after, moved, self._curve(before, after, progress))
 
     def _curve(self, before: Tensor, after: Tensor, progress: Progress) -> tuple[MergePoint, ...]:
         """Measure every number of kv heads that all layers can have."""
@@ -155,6 +155,7 @@ class Regrouping(Measured):
         plan: the plan.
         model: a copy of the model with the cut.
         before, after: the quality of each held-out sequence, (sequences,).
+        moved: the norm of the change of the outputs on held-out data, over their norm.
         curve: the mean quality on held-out data against kv heads.
     """
 
@@ -162,6 +163,7 @@ class Regrouping(Measured):
     model: Any
     before: Tensor
     after: Tensor
+    moved: float
     curve: tuple[MergePoint, ...]
 
     @property
@@ -272,7 +274,11 @@ def require_fewer(heads: ModelHeads, kv_heads: int) -> None:
         raise OptionError(
             saw=f"{{kv_heads}}={describe_value(kv_heads)} for layers of "
             f"{' and '.join(map(str, counts))} kv heads",
-            needed=f"a divisor below: {', '.join(map(str, fits))}" if fits else "more than one",
-            do="choose one of these" if fits else "leave the model as it is",
+            needed=f"a divisor below: {', '.join(map(str, fits))}"
+            if fits
+            else "layers with several kv heads",
+            do="choose one of these"
+            if fits
+            else "take query heads out: headwise.surgery.prune(model, inputs)",
             parameter="kv_heads",
         )

@@ -96,7 +96,7 @@ class Search:
         importance: measures the effects of heads in a model without some others.
         layers: names of the layers that may lose heads, in the order of a run.
         take: "groups" for whole kv heads with their query heads, "heads" for one query head of
-            each kv head. Without grouped heads they are the same.
+            each kv head. Without grouped heads they are the same, and so with one kv head.
         even: True to take as many units from each layer.
     """
 
@@ -127,10 +127,15 @@ class Search:
                 self._measure_again(done, 2 * (out - _size(done)))
             done += _first_steps(self._order(done), out * number // rounds - _size(done))
         if not done:
+            least = _size(self._order([])[:1])
             raise OptionError(
                 saw=f"keep={keep}, with which at most {describe_count(out, 'head')} may go",
-                needed=f"at least {_size(self._order([])[:1])}: as many go at once",
-                do="a smaller keep, even=False or take='heads'",
+                needed=f"at least {least}: as many go at once"
+                if least
+                else "a layer with several heads, of which one stays",
+                do="a smaller keep, even=False or take='heads'"
+                if least
+                else "leave the model as it is",
             )
         return Choice(first, (*done, *self._order(done)), len(done))
 
@@ -166,7 +171,8 @@ class Search:
             [head for head in range(start, start + group) if head not in gone[layers[0]]]
             for start in range(0, count, group)
         ]
-        if self.take == "heads":  # the least important ones of each kv head go together
+        # The least important ones of each kv head go together; an only kv head stays.
+        if self.take == "heads" or len(groups) == 1:
             ordered = [sorted(heads, key=lambda head: float(effects[head])) for heads in groups]
             groups = [[*row] for row in zip(*ordered, strict=True)] if group > 1 else groups
         return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -13,10 +14,14 @@ from headwise.surgery.quality import Quality, interval
 
 
 class Measured(ABC):
-    """Quality of each held-out sequence before and after a cut, (sequences,)."""
+    """Quality of each held-out sequence before and after a cut, (sequences,).
+
+    ``moved`` is the norm of the change of the outputs over their norm; see `Quality.change`.
+    """
 
     before: Tensor
     after: Tensor
+    moved: float
 
     @property
     def change(self) -> tuple[float, float, float]:
@@ -27,12 +32,19 @@ class Measured(ABC):
     def quality_lines(self, quality: Quality, data: Data) -> list[str]:
         """Return the measure, the data, and the quality before and after, in lines."""
         change, low, high = self.change
+        moved = "" if math.isnan(self.moved) else f"; outputs moved by {self.moved:.1%}"
         return [
-            f"quality: {quality.title}",
+            f"quality: {quality.title}{self.describe_guess(quality)}",
             f"on {len(self.after)} sequences; {data.note}",
             f"{float(self.before.mean()):.4f} before, {float(self.after.mean()):.4f} after: "
-            f"{change:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}",
+            f"{change:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}{moved}",
         ]
+
+    def describe_guess(self, quality: Quality) -> str:
+        """Return words for a model that is no better than guessing before the cut, else ""."""
+        if quality.guess is None or interval(self.before)[0] > quality.guess:
+            return ""
+        return f"; before no better than guessing, {quality.guess:.4f}"
 
     def quality_values(self, quality: Quality, data: Data) -> dict[str, Any]:
         """Return the same numbers by name."""
@@ -44,6 +56,8 @@ class Measured(ABC):
             "before": float(self.before.mean()),
             "after": float(self.after.mean()),
             "change": {"mean": change, "low": low, "high": high},
+            "moved": None if math.isnan(self.moved) else self.moved,
+            "guess": quality.guess,
         }
 
     @abstractmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,11 +43,14 @@ class Quality:
         measure: (output, input) -> (batch,).
         is_likeness: True if the original model has the highest value by definition. There its
             gradient is 0.
+        guess: the value of a model that gives all tokens the same probability, minus the logarithm
+            of their number; None where it is not the loss of the next token.
     """
 
     title: str
     measure: Measure
     is_likeness: bool = False
+    guess: float | None = None
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Sequence[Any], measure: Measure | None = None) -> Quality:
@@ -66,9 +70,10 @@ class Quality:
         """
         if measure is not None:
             return cls("the given measure", measure)
-        loss = _find_next_token_loss(model, inputs[0])
-        if loss is not None:
-            return cls("minus the mean next-token loss, in nats", lambda *pair: -loss(*pair))
+        if (of_next := _find_next_token_loss(model, inputs[0])) is not None:
+            loss, vocabulary = of_next
+            title, guess = "minus the mean next-token loss, in nats", -math.log(vocabulary)
+            return cls(title, lambda *pair: -loss(*pair), guess=guess)
         likeness = _Likeness(model, inputs)
         return cls(f"cosine similarity of {likeness.what} to the original's", likeness, True)
 
@@ -79,12 +84,29 @@ class Quality:
         Raises:
             ShapeError: a measure that is not one number for each sequence.
         """
-        model, prepared = prepare(model, list(inputs))
-        with evaluation_mode(model):
-            outputs = ((call_model_on_input(model, each), each.original) for each in prepared)
-            return torch.cat(
-                [self._value(output, given).double().cpu() for output, given in outputs]
-            )
+        return torch.cat([self._value(*pair) for pair in _run(model, inputs)])
+
+    @torch.no_grad()
+    def change(
+        self, before: nn.Module, after: nn.Module, inputs: Sequence[Any]
+    ) -> tuple[Tensor, Tensor, float]:
+        """Return the measure of each sequence in two models, and how far the outputs moved.
+
+        The distance is the norm of the change of their first output, without its padding, over the
+        norm of the output before; NaN for outputs that are no tensor (batch, ...).
+
+        Raises:
+            ShapeError: as `values`.
+        """
+        old, new, moved = [], [], []
+        for first, second in zip(_run(before, inputs), _run(after, inputs), strict=True):
+            old.append(self._value(*first))
+            new.append(self._value(*second))
+            with suppress(OptionError):
+                was, now = (_first_output(*pair)[1] for pair in (first, second))
+                moved.append(torch.stack([(now - was).norm(), was.norm()]).cpu())
+        far, size = torch.stack(moved).norm(dim=0) if moved else torch.full((2,), torch.nan)
+        return torch.cat(old), torch.cat(new), float(far / size)
 
     def _value(self, output: Any, given: Any) -> Tensor:
         value = self.measure(output, given)
@@ -94,15 +116,23 @@ class Quality:
                 needed="one number for each sequence, (batch,)",
                 do="a mean over the tokens of each sequence, none over the batch",
             )
-        return value
+        return value.double().cpu()
 
     def loss(self, output: Any, given: Any) -> Tensor:
         """Return minus the measure: a loss for `headwise.scanning.importance`."""
         return -self.measure(output, given)
 
 
-def _find_next_token_loss(model: nn.Module, given: Any) -> Measure | None:
-    """Return the mean cross-entropy of the next token for a causal language model, else None."""
+def _run(model: nn.Module, inputs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the output of a model in evaluation mode for each input, and the input."""
+    model, prepared = prepare(model, list(inputs))
+    with evaluation_mode(model):
+        for each in prepared:
+            yield call_model_on_input(model, each), each.original
+
+
+def _find_next_token_loss(model: nn.Module, given: Any) -> tuple[Measure, int] | None:
+    """Return the mean loss of the next token and the vocabulary of a causal language model."""
     causal: list[bool] = []
 
     def watch(call: CapturedCall) -> None:
@@ -117,7 +147,7 @@ def _find_next_token_loss(model: nn.Module, given: Any) -> Measure | None:
         if ids is not None and all(causal):
             logits = find_logits(output, ids, vocabularies)
             if logits.shape[:2] == ids.shape:
-                return partial(next_token, vocabularies=vocabularies)
+                return partial(next_token, vocabularies=vocabularies), logits.shape[-1]
     return None
 
 
@@ -141,7 +171,17 @@ class _Likeness:
 
 
 def _vectors(output: Any, given: Any) -> tuple[str, Tensor]:
-    """Return the name of a model's first output, and its (batch, numbers) in float64."""
+    """Return the name of what is compared of a model's output, and its (batch, numbers)."""
+    first, numbers = _first_output(output, given)
+    ids = list_inputs(given)[0].named.get("input_ids")
+    is_state = first is getattr(output, "last_hidden_state", None)
+    if is_state and isinstance(ids, Tensor) and ids.shape == first.shape[:2]:
+        return "the mean last hidden state", numbers.sum(1)  # of the direction of the mean
+    return "the first output", numbers.flatten(1)
+
+
+def _first_output(output: Any, given: Any) -> tuple[Tensor, Tensor]:
+    """Return a model's first output, and its numbers in float64 with padding at zero."""
     named = list_inputs(given)[0].named
     parts = output.values() if isinstance(output, Mapping) else output
     parts = [output] if isinstance(output, Tensor) else list(parts)
@@ -158,11 +198,7 @@ def _vectors(output: Any, given: Any) -> tuple[str, Tensor]:
             real = mask.bool()
     if first.dim() > 2:
         numbers = numbers.masked_fill(~real.reshape(*real.shape, *[1] * (first.dim() - 2)), 0.0)
-    ids = named.get("input_ids")
-    is_state = first is getattr(output, "last_hidden_state", None)
-    if is_state and isinstance(ids, Tensor) and ids.shape == first.shape[:2]:
-        return "the mean last hidden state", numbers.sum(1)  # of the direction of the mean
-    return "the first output", numbers.flatten(1)
+    return first, numbers
 
 
 def interval(values: Float[Tensor, " sequences"], *, seed: int = 0) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from headwise.support.text import describe_count
 from headwise.surgery._prune import PruningPlan, plan_prune, require_share
 from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
 from headwise.surgery.check import check_folder
-from headwise.surgery.cut import Cut
+from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.fit import Repair
 from headwise.surgery.folders import FolderPlan, Form, StoredHeads, Written, plan_folder, write
 from headwise.surgery.journal import Journal
@@ -117,7 +117,7 @@ class StoredSubject:
 
 
 def open_for_cut(
-    folder: Path, data: Path | None, target: Path, *, form: Form, length: int
+    folder: Path, data: Path | None, target: Path, *, form: Form, length: int, call: str
 ) -> StoredSubject:
     """Load a model and its data.
 
@@ -128,6 +128,7 @@ def open_for_cut(
         target: a new folder.
         form: see `headwise.surgery.write`.
         length: the most tokens of a line.
+        call: what does the same from Python, in `headwise.surgery`.
 
     Raises:
         OptionError: too little text, no tokenizer, or a model that cannot be cut; see
@@ -144,7 +145,8 @@ def open_for_cut(
             saw=f"{folder} has no tokenizer",
             needed="a tokenizer for the lines of the data",
             do="copy the tokenizer into the folder, or cut from Python with token ids: "
-            "headwise.surgery.prune(model, inputs)",
+            f"result = headwise.surgery.{call}; "
+            f"headwise.surgery.write(result.cut, {str(folder)!r}, {str(target)!r}, form={form!r})",
         )
     fit, held_out = (_batches(stored, half, length) for half in halves)
     if not (fit and held_out):
@@ -240,7 +242,7 @@ def _require_form(whole: Cut, folder: Path, form: Form, keep: float) -> None:
     Some classes of transformers want a width that is a multiple of the heads, also where head_dim
     is stated: then only some numbers of heads can go.
     """
-    units = min(cut.num_kv_heads for _, cut in whole)
+    units = min(cut.num_heads // _unit_size(cut) for _, cut in whole)
     left = min(max(math.ceil(keep * units - 1e-9), 1), units - 1)
     try:
         plan_folder(_keep_units(whole, left), folder, form=form)
@@ -248,10 +250,11 @@ def _require_form(whole: Cut, folder: Path, form: Form, keep: float) -> None:
         if not (fits := [n for n in range(1, units) if _fits(whole, n, folder, form)]):
             raise
         nearest = min(fits, key=lambda n: abs(n - left))
+        grouped = any(_unit_size(cut) > 1 for _, cut in whole)
+        what = "groups of heads" if grouped else "heads"
         raise OptionError(
-            saw=f"{{keep}} {keep:g}, with {left} of {units} groups of heads in each layer: "
-            f"{error.saw}",
-            needed=f"{', '.join(map(str, fits))} of {units} groups, which plain transformers can "
+            saw=f"{{keep}} {keep:g}, with {left} of {units} {what} in each layer: {error.saw}",
+            needed=f"{', '.join(map(str, fits))} of {units} {what}, which plain transformers can "
             "state",
             do=f"{{keep}} {nearest / units:g}; or {{form}} full, which is no smaller, or {{form}} "
             "headwise",
@@ -268,5 +271,10 @@ def _fits(whole: Cut, units: int, folder: Path, form: Form) -> bool:
 
 
 def _keep_units(whole: Cut, units: int) -> Cut:
-    """Return the cut that keeps the first kv heads of each layer, with their query heads."""
-    return Cut({name: cut.keep(range(units * cut.origins.group)) for name, cut in whole})
+    """Return the cut that keeps the first units of each layer."""
+    return Cut({name: cut.keep(range(units * _unit_size(cut))) for name, cut in whole})
+
+
+def _unit_size(cut: LayerCut) -> int:
+    """Return how many heads go together: those of a kv head, or one if there is one kv head."""
+    return cut.num_heads // cut.num_kv_heads if cut.num_kv_heads > 1 else 1
