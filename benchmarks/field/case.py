@@ -13,9 +13,12 @@ from typing import Any
 FIRST = Path(__file__).parent
 # The later sets were each written apart from those before them and from the search, and run once.
 SETS = {"first": FIRST, "second": FIRST / "second", "third": FIRST / "third"}
+# Modules, models and caches, whose files make both sides; see `benchmarks.field.apart`.
+APART = {"fourth": FIRST / "fourth", "fifth": FIRST / "fifth"}
 FROZEN = (
     *(FIRST / name for name in ("ports", "cases", "truth", "models")),
     *list(SETS.values())[1:],
+    *APART.values(),
 )
 KINDS = ("single", "pair", "same", "unknown")
 FAMILIES = (
