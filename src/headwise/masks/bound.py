@@ -14,6 +14,7 @@ from torch import Tensor
 from headwise.errors import DeviceError
 from headwise.masks.clause import WHOLE, Clause, MaskBlock, MatrixPart, MatrixSizes, Rectangle, Span
 from headwise.masks.clauses.band import Band
+from headwise.masks.clauses.lengths import KEYS
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,12 +150,17 @@ class BoundMask:
 
     def real_keys(self) -> Bool[Tensor, "batch keys"]:
         """False where a key is hidden from every query, other than by its distance."""
-        batch, keys = self.sizes.batch, self.sizes.keys
-        real = torch.ones(batch, keys, dtype=torch.bool, device=self.device)
-        for clause in self.clauses:
-            part = clause.real_keys(self.sizes)
-            real = real if part is None else real & part
-        return real
+        real = torch.ones(self.sizes.batch, self.sizes.keys, dtype=torch.bool, device=self.device)
+        found = _real_tokens(self.clauses, KEYS, self.sizes)
+        return real if found is None else real & found
+
+    def stated_tokens(self, axis: int) -> Bool[Tensor, "..."] | None:
+        """The tokens of `QUERIES` or `KEYS` that are real by lengths, starts and segments.
+
+        (batch or 1, length); None where the mask has none of these.
+        """
+        stated = (clause for clause in self.clauses if not clause.is_written)
+        return _real_tokens(stated, axis, self.sizes)
 
 
 class BlockDiagonal(NamedTuple):
@@ -162,6 +168,24 @@ class BlockDiagonal(NamedTuple):
 
     rectangles: tuple[Rectangle, ...]
     rest: BoundMask
+
+
+def _real_tokens(clauses: Iterable[Clause], axis: int, sizes: MatrixSizes) -> Tensor | None:
+    parts = (clause.real_tokens(axis, sizes) for clause in clauses)
+    known = [part for part in parts if part is not None]
+    return reduce(torch.logical_and, known) if known else None
+
+
+def zero_padding(x: Tensor, real: Tensor | None) -> Tensor:
+    """Return (batch, ..., length, width) with 0 at tokens that are not real, (batch, length).
+
+    A weight of 0 times NaN is NaN, and so is its gradient.
+    """
+    if real is None:
+        return x
+    # `where` takes half of the time of `masked_fill`.
+    real = real.view(real.shape[0], *[1] * (x.dim() - 3), real.shape[1], 1)
+    return torch.where(real, x, 0)
 
 
 def bind_clauses(clauses: Iterable[Clause], sizes: MatrixSizes, device: torch.device) -> BoundMask:
