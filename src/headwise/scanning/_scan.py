@@ -83,7 +83,8 @@ def _run_scan(model: Any, inputs: Any, collector: _Collector, call: Any) -> Head
     given = model_inputs.list_inputs(inputs)
     if isinstance(model, nn.Module):
         model_inputs.require_finite_parameters(model)
-    prepared = model_inputs.check_tokens_and_limit_outputs(model, given)
+    limit = call is None
+    prepared = model_inputs.check_tokens_and_limit_outputs(model, given, limit=limit)
     with record.record_attention(model, on_complete=collector.add) as recorder:
         for original, shortened in zip(given, prepared, strict=True):
             collector.begin_input()

@@ -14,13 +14,17 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.transformers import read_longest_input
 from headwise.errors import HeadwiseError, OptionError, ShapeError
+from headwise.function.rounding import default_tolerance
 from headwise.scanning import weights
+from headwise.support.tensors import iterate_leaves, map_leaves
 from headwise.support.text import describe_value
+from headwise.support.tracing import evaluation_mode
 
 # A scan needs no cache of keys and values. It does not need logits of each token either, which can
 # take more memory than all the rest.
 NO_CACHE = {"use_cache": False}
 NO_LOGITS = {"logits_to_keep": 1}
+TOKENS_TO_COMPARE = 64  # that a model reads with and without these arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,22 +79,86 @@ def _no_inputs_error(saw: str) -> OptionError:
 
 
 def check_tokens_and_limit_outputs(
-    model: Any, inputs: list[ModelInput], *, with_logits: bool = False
+    model: Any, inputs: list[ModelInput], *, with_logits: bool = False, limit: bool = True
 ) -> list[ModelInput]:
-    """Check token ids, and switch off outputs of a model of transformers that are not needed."""
+    """Check token ids, and switch off outputs of a model of transformers that are not needed.
+
+    An option stays away if the model computes something else with it; see `_keep_function`.
+    """
     if isinstance(model, nn.Module):
         for model_input in inputs:
             require_valid_token_ids(model, model_input)
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+    if not limit or not isinstance(model, nn.Module) or not hasattr(model, "config"):
         return inputs
     parameters, fewer = inspect.signature(model.forward).parameters, []
+    known: dict[tuple[str, ...], dict[str, Any]] = {}
     for model_input in inputs:
         # The loss of the model needs all logits.
         needs_logits = with_logits or model_input.named.get("labels") is not None
         options = NO_CACHE if needs_logits else NO_CACHE | NO_LOGITS
-        options = {name: value for name, value in options.items() if name in parameters}
-        fewer.append(replace(model_input, named={**options, **model_input.named}))
+        unnamed = parameters.keys() - model_input.named.keys()
+        options = {name: value for name, value in options.items() if name in unnamed}
+        names = (*model_input.named, *options)
+        if options and (names not in known or "position_ids" in names):
+            known[names] = _keep_function(model, model_input, options)
+        fewer.append(replace(model_input, named=known.get(names, {}) | model_input.named))
     return fewer
+
+
+def _keep_function(
+    model: nn.Module, model_input: ModelInput, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return those of the options with which the last outputs of the model stay what they are.
+
+    transformers takes ``position_ids`` for packed documents only with ``use_cache=False``.
+    """
+    few = _cut_tokens(model_input)
+    ids = token_ids(few)
+    logits = {name: value for name, value in options.items() if name in NO_LOGITS}
+    is_long = ids is not None and ids.shape[-1] > TOKENS_TO_COMPARE
+
+    def run(named: dict[str, Any]) -> Tensor | None:
+        output = call_model_on_input(model, replace(few, named=named | few.named))
+        states = (x for x in iterate_leaves(output) if isinstance(x, Tensor) and x.dim() > 2)
+        return next(states, None)
+
+    with torch.no_grad(), evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        expected = run(logits if is_long else {})
+        for kept in (options, logits):
+            found = run(kept)
+            if expected is None or found is None or _have_same_end(expected, found):
+                return kept
+    return {}
+
+
+def _have_same_end(a: Tensor, b: Tensor) -> bool:
+    """True if the last positions of two outputs differ by rounding alone."""
+    length = min(a.shape[1], b.shape[1])
+    a, b = a[:, -length:], b[:, -length:]
+    return bool((a - b).abs().amax() <= default_tolerance(a.dtype) * a.abs().amax())
+
+
+def _cut_tokens(model_input: ModelInput) -> ModelInput:
+    """Return `TOKENS_TO_COMPARE` tokens of one text; all where other tensors have other sizes.
+
+    They are those around the first place where ``position_ids`` do not rise by one, if any.
+    """
+    ids, positions = token_ids(model_input), model_input.named.get("position_ids")
+    tensors = [
+        x for x in (*model_input.positional, *model_input.named.values()) if isinstance(x, Tensor)
+    ]
+    if ids is None or any(x.shape[:2] != ids.shape for x in tensors):
+        return model_input
+    row = first = 0
+    if positions is not None and len(breaks := (positions.diff(dim=1) != 1).nonzero()):
+        row, first = breaks[0].tolist()
+    first = max(0, first - TOKENS_TO_COMPARE // 2)
+    part = slice(row, row + 1), slice(first, first + TOKENS_TO_COMPARE)
+    positional, named = map_leaves(
+        lambda x: x[part] if isinstance(x, Tensor) else x,
+        (model_input.positional, model_input.named),
+    )
+    return replace(model_input, positional=positional, named=named)
 
 
 def require_finite_parameters(model: nn.Module) -> None:

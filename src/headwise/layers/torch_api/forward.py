@@ -15,8 +15,9 @@ from headwise.layers import hooks, linear
 from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
 from headwise.layers.torch_api.checks import Call
-from headwise.layers.torch_api.masks import convert_masks, warn_of_polarity
+from headwise.layers.torch_api.masks import convert_masks
 from headwise.masks.bound import zero_padding
+from headwise.masks.polarity import warn_of_polarity
 from headwise.matrix.operator import AttentionMatrix, describe_average
 from headwise.support.arguments import require_tensors
 

@@ -22,7 +22,7 @@ from headwise.layers.linear import LayerExplanation
 from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
 from headwise.layers.torch_api.forward import attend_before_out_proj, explain_forward, take_part
-from headwise.layers.torch_api.masks import warn_of_polarity
+from headwise.masks.polarity import warn_of_polarity
 from headwise.support.arguments import explain_arguments, renamed_arguments, require_tensors
 
 PACKED = "in_proj_weight"
@@ -105,9 +105,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ``add_bias_kv`` and ``add_zero_attn``.
 
     The layer warns (`PolarityWarning`, in eager mode on the CPU) of masks that may have the reverse
-    polarity, once for each sign: a ``key_padding_mask`` that hides all keys of a sequence, as
-    Hugging Face's ``attention_mask`` (1 = real) does; an ``attn_mask`` that hides everything, or
-    each query's own key and all before it; and a float mask of 0 and 1, which hides nothing.
+    polarity, once for each sign: a ``key_padding_mask`` that hides all keys of a sequence, or the
+    first keys of every sequence, as Hugging Face's ``attention_mask`` (1 = real) does; an
+    ``attn_mask`` that hides everything, or each query's own key and all before it; and a float mask
+    of 0 and 1, which hides nothing.
 
     torch's encoder layers do not call this layer in eval under no_grad: their fused path reads its
     weights. ``headwise.upgrade(model)`` switches that path off.
