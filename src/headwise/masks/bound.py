@@ -151,16 +151,17 @@ class BoundMask:
     def real_keys(self) -> Bool[Tensor, "batch keys"]:
         """False where a key is hidden from every query, other than by its distance."""
         real = torch.ones(self.sizes.batch, self.sizes.keys, dtype=torch.bool, device=self.device)
-        found = _real_tokens(self.clauses, KEYS, self.sizes)
+        found = self._real_tokens(KEYS, self.clauses)
         return real if found is None else real & found
 
     def stated_tokens(self, axis: int) -> Bool[Tensor, "..."] | None:
-        """The tokens of `QUERIES` or `KEYS` that are real by lengths, starts and segments.
+        """False for padding by lengths, starts or segments, (batch or 1, length); None without."""
+        return self._real_tokens(axis, [c for c in self.clauses if not c.is_written])
 
-        (batch or 1, length); None where the mask has none of these.
-        """
-        stated = (clause for clause in self.clauses if not clause.is_written)
-        return _real_tokens(stated, axis, self.sizes)
+    def _real_tokens(self, axis: int, clauses: Iterable[Clause]) -> Tensor | None:
+        parts = [clause.real_tokens(axis, self.sizes) for clause in clauses]
+        known = [part for part in parts if part is not None]
+        return reduce(torch.logical_and, known) if known else None
 
 
 class BlockDiagonal(NamedTuple):
@@ -168,12 +169,6 @@ class BlockDiagonal(NamedTuple):
 
     rectangles: tuple[Rectangle, ...]
     rest: BoundMask
-
-
-def _real_tokens(clauses: Iterable[Clause], axis: int, sizes: MatrixSizes) -> Tensor | None:
-    parts = (clause.real_tokens(axis, sizes) for clause in clauses)
-    known = [part for part in parts if part is not None]
-    return reduce(torch.logical_and, known) if known else None
 
 
 def zero_padding(x: Tensor, real: Tensor | None) -> Tensor:
@@ -184,8 +179,7 @@ def zero_padding(x: Tensor, real: Tensor | None) -> Tensor:
     if real is None:
         return x
     # `where` takes half of the time of `masked_fill`.
-    real = real.view(real.shape[0], *[1] * (x.dim() - 3), real.shape[1], 1)
-    return torch.where(real, x, 0)
+    return torch.where(real[(slice(None), *[None] * (x.dim() - 3), ..., None)], x, 0)
 
 
 def bind_clauses(clauses: Iterable[Clause], sizes: MatrixSizes, device: torch.device) -> BoundMask:

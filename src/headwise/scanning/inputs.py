@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headwise.checkpoints.transformers import read_longest_input
 from headwise.errors import HeadwiseError, OptionError, ShapeError
 from headwise.function.rounding import default_tolerance
+from headwise.layers.hooks import attention_hook
 from headwise.scanning import weights
 from headwise.support.tensors import iterate_leaves, map_leaves
 from headwise.support.text import describe_value
@@ -24,6 +25,7 @@ from headwise.support.tracing import evaluation_mode
 # take more memory than all the rest.
 NO_CACHE = {"use_cache": False}
 NO_LOGITS = {"logits_to_keep": 1}
+PLAIN = (Tensor, bool, int, float, str, type(None))
 TOKENS_TO_COMPARE = 64  # that a model reads with and without these arguments
 
 
@@ -62,6 +64,8 @@ def list_inputs(inputs: Any) -> list[ModelInput]:
             do = "e.g. scan(model, {'input_ids': ids, 'attention_mask': mask})"
             if isinstance(value, int | list):  # a list is read as several inputs
                 do = "torch.tensor([ids]) for the token ids of one text"
+            elif hasattr(value, "__array__"):
+                do = "torch.as_tensor(array) for each array"
             elif isinstance(value, str):
                 do = 'tokenizer(text, return_tensors="pt")'
             raise OptionError(
@@ -108,57 +112,48 @@ def check_tokens_and_limit_outputs(
 def _keep_function(
     model: nn.Module, model_input: ModelInput, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return those of the options with which the last outputs of the model stay what they are.
+    """Return those of the options with which the outputs at the last position stay the model's.
 
     transformers takes ``position_ids`` for packed documents only with ``use_cache=False``.
     """
+    if not all(isinstance(x, PLAIN) for x in iterate_leaves(model_input.named)):
+        return options  # a cache, which would hold the tokens twice
     few = _cut_tokens(model_input)
-    ids = token_ids(few)
-    logits = {name: value for name, value in options.items() if name in NO_LOGITS}
-    is_long = ids is not None and ids.shape[-1] > TOKENS_TO_COMPARE
+    fewer = {name: value for name, value in options.items() if name in NO_LOGITS}
+    is_long = (ids := token_ids(few)) is not None and ids.shape[-1] > TOKENS_TO_COMPARE
 
     def run(named: dict[str, Any]) -> Tensor | None:
         output = call_model_on_input(model, replace(few, named=named | few.named))
-        states = (x for x in iterate_leaves(output) if isinstance(x, Tensor) and x.dim() > 2)
+        states = (x[:, -1] for x in iterate_leaves(output) if isinstance(x, Tensor) and x.dim() > 2)
         return next(states, None)
 
-    with torch.no_grad(), evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-        expected = run(logits if is_long else {})
-        for kept in (options, logits):
-            found = run(kept)
-            if expected is None or found is None or _have_same_end(expected, found):
+    unrecorded = attention_hook(lambda _matrix, _v, outputs: outputs)
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.no_grad(), evaluation_mode(model), unrecorded, eager:
+        expected = run(fewer if is_long else {})
+        for kept in (options, fewer):
+            if expected is None or (found := run(kept)) is None:
+                return options
+            allowed = default_tolerance(found.dtype) * expected.abs().amax()
+            if bool((found - expected).abs().amax() <= allowed):
                 return kept
     return {}
 
 
-def _have_same_end(a: Tensor, b: Tensor) -> bool:
-    """True if the last positions of two outputs differ by rounding alone."""
-    length = min(a.shape[1], b.shape[1])
-    a, b = a[:, -length:], b[:, -length:]
-    return bool((a - b).abs().amax() <= default_tolerance(a.dtype) * a.abs().amax())
-
-
 def _cut_tokens(model_input: ModelInput) -> ModelInput:
-    """Return `TOKENS_TO_COMPARE` tokens of one text; all where other tensors have other sizes.
+    """Return `TOKENS_TO_COMPARE` tokens of each text; all where other tensors have other sizes.
 
     They are those around the first place where ``position_ids`` do not rise by one, if any.
     """
     ids, positions = token_ids(model_input), model_input.named.get("position_ids")
-    tensors = [
-        x for x in (*model_input.positional, *model_input.named.values()) if isinstance(x, Tensor)
-    ]
+    given = (model_input.positional, model_input.named)
+    tensors = [x for x in iterate_leaves(given) if isinstance(x, Tensor)]
     if ids is None or any(x.shape[:2] != ids.shape for x in tensors):
         return model_input
-    row = first = 0
-    if positions is not None and len(breaks := (positions.diff(dim=1) != 1).nonzero()):
-        row, first = breaks[0].tolist()
-    first = max(0, first - TOKENS_TO_COMPARE // 2)
-    part = slice(row, row + 1), slice(first, first + TOKENS_TO_COMPARE)
-    positional, named = map_leaves(
-        lambda x: x[part] if isinstance(x, Tensor) else x,
-        (model_input.positional, model_input.named),
-    )
-    return replace(model_input, positional=positional, named=named)
+    breaks = [0] if positions is None else [*(positions.diff() != 1).nonzero()[:, 1].tolist(), 0]
+    first = max(0, breaks[0] - TOKENS_TO_COMPARE // 2)
+    part = slice(None), slice(first, first + TOKENS_TO_COMPARE)
+    return ModelInput(*map_leaves(lambda x: x[part] if isinstance(x, Tensor) else x, given))
 
 
 def require_finite_parameters(model: nn.Module) -> None:

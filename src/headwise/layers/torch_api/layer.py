@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.function.spec import AttentionSpec
+from headwise.layers.conversion import advise_wrapped_tensors
 from headwise.layers.linear import LayerExplanation
 from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
@@ -264,3 +265,5 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         state_dict = match_projection_form(self, state_dict, prefix, local_metadata, error_msgs)
         messages = (missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
+        if strict and missing_keys and not prefix:
+            error_msgs += advise_wrapped_tensors(state_dict)

@@ -108,11 +108,12 @@ class Task:
 
     def zeroed(self) -> Task:
         """Return the task with zeros at the padding that the mask states, also of v and y."""
-        v, y, mask = self.v, self.y, self.problem.mask
         if self.problem.is_zeroed:
             return self
-        v = None if v is None else zero_padding(v, mask.stated_tokens(KEYS))
-        y = None if y is None else zero_padding(y, mask.stated_tokens(QUERIES))
+        v, y = (
+            x if x is None else zero_padding(x, self.problem.mask.stated_tokens(axis))
+            for x, axis in ((self.v, KEYS), (self.y, QUERIES))
+        )
         return replace(self, problem=self.problem.zeroed(), v=v, y=y)
 
     @property
