@@ -269,8 +269,8 @@ def left_pad_tokens(call: CallInputs, cache: Cache) -> Unpacked:
     x = zero_padding(x, position >= gap)
     padding = gap[:, 0] if cache.padding is None else gap[:, 0] + cache.padding
     mask = mask.without_kind(PaddingClause)
-    options = {"is_zeroed": True, "end_together": end_together}
-    return LeftPadded(x, x, mask, cache.seen, padding, lengths, **options)
+    given = (x, x, mask, cache.seen, padding, lengths)
+    return LeftPadded(*given, is_zeroed=True, end_together=end_together)
 
 
 def _check_mask_positions_fit_cache(call: CallInputs, cache: Cache) -> None:

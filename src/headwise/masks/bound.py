@@ -151,8 +151,8 @@ class BoundMask:
     def real_keys(self) -> Bool[Tensor, "batch keys"]:
         """False where a key is hidden from every query, other than by its distance."""
         real = torch.ones(self.sizes.batch, self.sizes.keys, dtype=torch.bool, device=self.device)
-        found = self._real_tokens(KEYS, self.clauses)
-        return real if found is None else real & found
+        known = self._real_tokens(KEYS, self.clauses)
+        return real if known is None else real & known
 
     def stated_tokens(self, axis: int) -> Bool[Tensor, "..."] | None:
         """False for padding by lengths, starts or segments, (batch or 1, length); None without."""

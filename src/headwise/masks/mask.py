@@ -218,8 +218,8 @@ class Mask(lazy.ShownInNotebook):
             MaskError: another dtype, shape or float value.
         """
         allowed = to_allowed_entries(key_padding_mask, true_attends=False)
-        argument = "Mask.from_torch_padding({})"
-        warn_of_polarity(key_padding_mask, None, stacklevel=2, padding_argument=argument)
+        code = "Mask.from_torch_padding({})"
+        warn_of_polarity(key_padding_mask, None, argument=code, stacklevel=2)
         return cls((Dense(with_matrix_axes(allowed, "batch keys")),))
 
     @classmethod

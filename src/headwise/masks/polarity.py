@@ -22,21 +22,22 @@ Test = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a part of a mask, its qu
 
 
 def warn_of_polarity(
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
+    padding: Tensor | None,
+    mask: Tensor | None,
     known: frozenset[str] = frozenset(),
     *,
     stacklevel: int,
-    padding_argument: str = "key_padding_mask={}",
+    argument: str = "key_padding_mask={}",
 ) -> frozenset[str]:
     """Warn of each sign whose name is not in ``known``, and return the names of both.
 
-    The masks fit their call. Values are read in eager mode on the CPU alone.
+    The masks fit their call, and ``argument`` is the code that passes the padding. Values are read
+    in eager mode on the CPU alone.
     """
-    find_padding = partial(_padding_signs, argument=padding_argument)
-    for mask, find in ((key_padding_mask, find_padding), (attn_mask, _attn_mask_signs)):
-        if mask is not None and may_check_values(mask) and mask.numel():
-            for name, lines in find(mask.detach(), learned=mask.requires_grad, known=known):
+    find_padding = partial(_padding_signs, argument=argument)
+    for each, find in ((padding, find_padding), (mask, _attn_mask_signs)):
+        if each is not None and may_check_values(each) and each.numel():
+            for name, lines in find(each.detach(), learned=each.requires_grad, known=known):
                 known |= {name}
                 warnings.warn(join_error_lines(*lines), PolarityWarning, stacklevel=stacklevel + 1)
     return known

@@ -61,7 +61,7 @@ def scan(
         written: the text of each sequence as it was written, for pages: a `WrittenText`, or a
             text with the characters of its tokens, such as the ``offset_mapping`` of a fast
             tokenizer of transformers; None for an unknown one.
-        call: runs the model, e.g. ``lambda model, **inputs: model.generate(**inputs)``.
+        call: runs the model, e.g. ``lambda model, *ids, **named: model.generate(*ids, **named)``.
         progress: called with (layer, number of attention calls so far, 0).
 
     Raises:
@@ -112,7 +112,7 @@ def _require_callables(model: object, **functions: object) -> None:
             raise OptionError(
                 saw=f"{name}={describe_value(function)}",
                 needed="a function, or None",
-                do="call=lambda model, **inputs: model.generate(**inputs)"
+                do="call=lambda model, *ids, **named: model.generate(*ids, **named)"
                 if name == "call"
                 else "progress=lambda layer, calls, total: print(layer, calls)",
             )

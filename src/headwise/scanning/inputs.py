@@ -132,10 +132,10 @@ def _keep_function(
     with torch.no_grad(), evaluation_mode(model), unrecorded, eager:
         expected = run(fewer if is_long else {})
         for kept in (options, fewer):
-            if expected is None or (found := run(kept)) is None:
+            if expected is None or (output := run(kept)) is None:
                 return options
-            allowed = default_tolerance(found.dtype) * expected.abs().amax()
-            if bool((found - expected).abs().amax() <= allowed):
+            allowed = default_tolerance(output.dtype) * expected.abs().amax()
+            if bool((output - expected).abs().amax() <= allowed):
                 return kept
     return {}
 
