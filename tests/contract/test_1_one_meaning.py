@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ from hypothesis import given
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from headwise import Attention, Rotary
 from headwise.function.budget import Budget
+from headwise.layers.norm import QKNorm
 from headwise.masks.mask import Mask
 from headwise.matrix.kernels import varlen
 from headwise.matrix.kernels.dispatch import KERNELS
@@ -18,6 +23,9 @@ from headwise.matrix.kernels.kernel import Task
 from headwise.matrix.operator import AttentionMatrix
 from tests.contract.layers import (
     BATCH,
+    EMBED,
+    HEAD_DIM,
+    HEADS,
     LENGTH,
     identity_attention,
     identity_layer,
@@ -93,17 +101,110 @@ def test_a_sample_alone_is_what_it_is_in_a_batch(p: Problem) -> None:
 
 
 @hides_a_whole_sequence
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_what_stands_in_padding_does_not_matter(need_weights: bool) -> None:
-    layer, x = identity_layer(torch.float32), inputs(torch.float32)
+def test_what_stands_in_padding_does_not_matter(need_weights: bool, kind: torch.dtype) -> None:
+    layer, x = identity_layer(torch.float32, add_zero_attn=True), inputs(torch.float32)
+    hidden = torch.zeros(PADDING.shape).masked_fill(PADDING, -torch.inf)
+    padding = PADDING if kind == torch.bool else hidden
 
-    def outputs(filling: float) -> Tensor:
-        filled = x.masked_fill(PADDING[..., None], filling)
-        call = {"key_padding_mask": PADDING, "need_weights": need_weights}
-        out: Tensor = layer(x, filled, filled, **call)[0]
-        return out
+    def outputs(filling: float) -> tuple[Tensor, Tensor]:
+        filled, query = x.masked_fill(PADDING[..., None], filling), x.clone().requires_grad_()
+        call = {"key_padding_mask": padding, "need_weights": need_weights}
+        out: Tensor = layer(query, filled, filled, **call)[0]
+        return out, *torch.autograd.grad(out.square().sum(), query)
 
-    assert torch.equal(outputs(0.0), outputs(1e6))
+    for filling in (1e6, torch.nan):
+        assert all(map(torch.equal, outputs(0.0), outputs(filling)))
+
+
+LENGTHS, IDS = torch.tensor([LENGTH, 0, 11]), torch.arange(LENGTH) // 8
+STATED = {
+    "lengths": Mask.lengths(queries=LENGTHS, keys=LENGTHS) & Mask.causal(),
+    "left": Mask.lengths(queries=LENGTHS, keys=LENGTHS, side="left"),
+    "starts": Mask.starts(queries=LENGTHS, keys=LENGTHS),
+    "segments": Mask.segments(IDS.where(torch.arange(LENGTH) < LENGTHS[:, None], -1)),
+    "packed": Mask.packed(torch.tensor([2, 9, 9, 17])),
+}
+
+
+def real_tokens(mask: Mask, batch: int) -> Tensor:
+    """(batch, length): by the definition of the mask, a token that sees itself."""
+    options = {"batch": batch, "heads": 1, "queries": LENGTH, "keys": LENGTH}
+    bound = mask.bind(**options, device=torch.device("cpu"))
+    return bound.evaluate_rows(torch.arange(LENGTH))[:, 0].diagonal(0, 1, 2).expand(batch, -1)
+
+
+READINGS: dict[str, Callable[[AttentionMatrix, Tensor], Tensor]] = {
+    "A @ v": lambda matrix, x: matrix @ x,
+    "A.mT @ y": lambda matrix, x: matrix.mT @ x,
+    "dropped": lambda matrix, x: matrix.dropped(x, dropout_p=0.0),
+    "average": lambda matrix, x: matrix.outputs_and_average(x)[0],
+    "rows": lambda matrix, _: matrix.rows(torch.arange(0, LENGTH, 2)),
+    "diagonal": lambda matrix, _: matrix.diagonal(-1),
+    "topk": lambda matrix, _: matrix.topk(3)[0],
+    "pool": lambda matrix, _: matrix.pool(5, 4),
+    "entropy": lambda matrix, _: matrix.entropy(),
+    "received": lambda matrix, _: matrix.received(),
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_nan_in_padding_reaches_nothing_of_a_matrix(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients are those of zeros in the padding, in every kernel and reading."""
+    batch, mask = 1 if name == "packed" else BATCH, STATED[name]
+    hidden = ~real_tokens(mask, batch)[:, None, :, None]
+    clean = [torch.randn(batch, HEADS, LENGTH, HEAD_DIM).masked_fill(hidden, 0) for _ in range(3)]
+
+    def loss(reading: str, softcap: float | None, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
+        return (
+            READINGS[reading](AttentionMatrix(q, k, mask=mask, softcap=softcap), x).square().sum()
+        )
+
+    def filled(filling: float) -> list[Tensor]:
+        return [x.masked_fill(hidden, filling).requires_grad_() for x in clean]
+
+    for call, softcap, reading in itertools.product((1, 2**60), (None, 3.0), READINGS):
+        monkeypatch.setattr(varlen, "CALL", call)
+        sums = []
+        for filling in (0.0, torch.nan):
+            operands = filled(filling)
+            with torch.no_grad():
+                alone = loss(reading, softcap, *operands)
+            total = loss(reading, softcap, *operands)
+            sums.append((alone, total, *torch.autograd.grad(total, operands, allow_unused=True)))
+        for expected, found in zip(*sums, strict=True):
+            assert expected is None or torch.equal(expected, found), (call, softcap, reading)
+    slope = torch.func.grad(partial(loss, "A @ v", 3.0), argnums=(0, 1, 2))  # the dense kernel
+    assert all(map(torch.equal, slope(*filled(0.0)), slope(*filled(torch.nan))))
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("name", STATED)
+def test_nan_in_padding_reaches_nothing_of_the_native_layer(
+    name: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, gradients of real tokens, and those of all parameters."""
+    monkeypatch.setattr(varlen, "CALL", 1 if packs else 2**60)
+    batch, mask = 1 if name == "packed" else BATCH, STATED[name]
+    hidden = ~real_tokens(mask, batch)[..., None]
+    x = torch.randn(batch, LENGTH, EMBED)
+    options: dict[str, Any] = {"qk_norm": QKNorm(), "output_gate": "head", "sink": True}
+    for crosses in (False, True):
+        layer = Attention(EMBED, HEADS, **options | ({} if crosses else {"rotary": Rotary()}))
+        found = []
+        for filling in (0.0, torch.nan):
+            given = x.masked_fill(hidden, filling).requires_grad_()
+            inputs = (given, given.flip(2)) if crosses else (given,)
+            out = layer(*inputs, mask=mask)
+            stages = [layer.head_outputs(*inputs, mask=mask), layer.stages(*inputs, mask=mask)["v"]]
+            total = sum(each.square().sum() for each in (out, *stages))
+            gradients = torch.autograd.grad(total, (given, *layer.parameters()), allow_unused=True)
+            found.append((out, *stages, *gradients))
+        for index, (expected, actual) in enumerate(zip(*found, strict=True)):
+            assert expected is None or torch.equal(expected, actual), (crosses, index)
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float64])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -255,3 +255,24 @@ def test_a_function_keeps_the_alignment_that_was_named() -> None:
     assert mask.aligned("bottom-right").draw(2, 4) == "1 0 0 0\n1 1 0 0"
     with pytest.raises(MaskError, match='align="top-left" with a cache that holds 9 tokens'):
         layer(x[:, 9:], mask=mask, cache=cache)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_nan_in_padding_stays_out_of_a_cache(
+    side: Literal["left", "right"], window: tuple[int, int] | None
+) -> None:
+    layer = Attention(16, 2, rotary=Rotary(), window=window).eval()
+    x, lengths = torch.randn(3, 5, 16), torch.tensor([5, 3, 0])
+    place = torch.arange(5) if side == "right" else torch.arange(5).flip(0)
+    padding = (place >= lengths[:, None])[..., None]
+    mask = Mask.lengths(queries=lengths, keys=lengths, side=side) & CAUSAL
+    outputs = []
+    for filling in (0.0, torch.nan):
+        cache = layer.cache(batch=3, length=9)
+        filled = torch.cat([x.masked_fill(padding, filling), x.flip(0)[:, :2]], 1)
+        with torch.no_grad():
+            first = layer(filled[:, :5], mask=mask, cache=cache)
+            steps = [layer(each, mask=CAUSAL, cache=cache) for each in filled[:, 5:].split(1, 1)]
+        outputs.append(torch.cat([first, *steps], 1))
+    assert torch.equal(*outputs)

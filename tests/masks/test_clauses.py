@@ -18,6 +18,7 @@ from headwise.masks.clause import MatrixPart, MatrixSizes, Span
 from headwise.masks.clauses import lower_clauses, rebuild_clauses
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias, cut_score_bias_to_part
+from headwise.testing import Budget
 from tests.masks.test_mask import LENGTHS, SHAPE, WHOLE, bind, brute, tiles
 from tests.strategies import Problem, allowed, problems
 
@@ -203,6 +204,26 @@ def test_a_graph_refuses_a_function_and_names_the_way_on(
     inputs = (torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))
     with pytest.raises(MaskError, match=r"Mask\.may_attend\("):
         GRAPHS[name](Product(), inputs)
+
+
+class Windowed(torch.nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return AttentionMatrix(q, q, mask=Mask.window(left=3, right=5)) @ q
+
+
+@pytest.mark.parametrize("made_at", [4, 12])  # of 4 tokens the window hides nothing
+def test_one_exported_program_serves_all_lengths_of_a_window_with_two_sides(
+    made_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user has it
+    sizes = ({2: torch.export.Dim("length", min=2)},)
+    program = torch.export.export(
+        Windowed(), (torch.randn(1, 2, made_at, 8),), dynamic_shapes=sizes
+    ).module()
+    for length in (2, 4, 5, 6, 7, 30):
+        q = torch.randn(1, 2, length, 8)
+        budget = Budget.for_head_outputs(q, q, q, mask=Mask.window(left=3, right=5))
+        budget.assert_holds(program(q))
 
 
 def test_a_function_is_there_in_the_backward_pass_of_a_mask_that_is_gone() -> None:

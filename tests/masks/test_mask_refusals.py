@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ["heads of type list", "torch.tensor([0])"],
     ),
     "a sequence that is not there": (
-        lambda: Mask.from_torch_padding(PADDING).draw(3, batch=5),
+        lambda: Mask.from_torch_padding(~PADDING).draw(3, batch=5),
         OptionError,
         ["draw(batch=5) of a mask for 3"],
     ),

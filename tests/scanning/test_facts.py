@@ -11,8 +11,10 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headwise import AttentionMatrix
 from headwise.scanning._scan import scan
 from headwise.scanning.call import CapturedCall
+from headwise.scanning.inputs import check_tokens_and_limit_outputs, list_inputs
 from headwise.scanning.record import record_attention
 from tests.scanning.models import (
     BATCH,
@@ -140,6 +142,34 @@ def test_a_static_cache_is_the_whole_pass(make: Callable[[], Any]) -> None:
 def _llama_with_a_head() -> Any:
     config = transformers.LlamaConfig(num_key_value_heads=2, max_position_embeddings=32, **SMALL)
     return transformers.LlamaForCausalLM(config)
+
+
+def test_a_packed_row_is_scanned_with_the_mask_that_the_model_uses() -> None:
+    """transformers keeps packed documents apart only with ``use_cache=False``, which scan adds."""
+    config = transformers.LlamaConfig(max_position_embeddings=128, **SMALL)
+    model, ids = spread(transformers.LlamaForCausalLM(config)), tokens(2, 90)
+    documents = torch.cat([torch.arange(70), torch.arange(20)]).expand(2, -1)
+    given = {"input_ids": ids, "position_ids": documents}
+    for options in ({}, {"use_cache": False}):
+        found = scan(model, given | options, statistics="map")["map"]
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            attentions = model(**given, **options, output_attentions=True).attentions
+        model.set_attn_implementation("sdpa")
+        # Eager attention takes its softmax in float32.
+        torch.testing.assert_close(found.float(), torch.stack(attentions).mean(1).float())
+        crossing = found[:, :, 70:, :70].sum(-1).mean()
+        assert (crossing == 0) == ("use_cache" in options)
+    (plain,) = check_tokens_and_limit_outputs(model, list_inputs({"input_ids": ids}))
+    assert plain.named == {"use_cache": False, "logits_to_keep": 1, "input_ids": ids}
+
+
+def test_products_beyond_float16_are_noted() -> None:
+    q, v = torch.full((1, 1, 3, 4), 200.0, dtype=torch.float16), torch.ones(1, 1, 3, 4).half()
+    for query, count in ((q, 1), (q / 4, 0), (-q, 0)):
+        matrix = AttentionMatrix(query, q, scale=1e-3)
+        notes = scan(matrix, v, statistics="entropy").notes
+        assert sum("float16" in note for note in notes) == count
 
 
 def test_a_cache_that_was_filled_before_holds_tokens_that_nobody_saw() -> None:

@@ -431,3 +431,9 @@ def test_hooks_of_others_run_in_a_scan_as_always() -> None:
     assert torch.equal(plain[0], edited[0])
     assert (edited[1:] - plain[1:]).abs().min() > 0.1
     assert torch.equal(again, plain)
+
+
+def test_arrays_of_numpy_have_a_line_that_makes_tensors() -> None:
+    array = tokens(1, LENGTH).numpy()
+    with pytest.raises(OptionError, match=r"do:     torch\.as_tensor\(array\)"):
+        scan(gpt2(), array)

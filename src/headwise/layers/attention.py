@@ -27,7 +27,7 @@ from headwise.layouts import registry
 from headwise.layouts._layout import Layout
 from headwise.masks.mask import NO_MASK, Mask, require_mask_type
 from headwise.masks.score_bias import NO_BIAS, ScoreBias, require_score_bias_type
-from headwise.matrix.operator import AttentionMatrix
+from headwise.matrix.operator import AttentionMatrix, with_finite_padding
 from headwise.support.arguments import explain_arguments
 from headwise.support.tensors import tensors_of_arrays
 from headwise.support.tracing import evaluation_mode
@@ -246,8 +246,9 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return weights @ v for each head, after the output gate: the projection's input."""
         call = self._prepare_call(x, source, mask, score_bias)
-        matrix, v = self._matrix_and_values(packing.Unpacked.of(call), call)
-        return self._gated(matrix @ v, call.x)
+        tokens = packing.Unpacked.of(call)
+        matrix, v = self._matrix_and_values(tokens, call)
+        return self._gated(matrix @ v, tokens.x)
 
     @_explain_call
     def stages(
@@ -264,8 +265,9 @@ class Attention(nn.Module):
         outputs are those of `matrix`; the output is that of ``forward``.
         """
         call = self._prepare_call(x, source, mask, score_bias)
-        matrix, v = self._matrix_and_values(packing.Unpacked.of(call), call)
-        normed = projected = self.q_proj(call.x), self.k_proj(call.source)
+        tokens = packing.Unpacked.of(call)
+        matrix, v = self._matrix_and_values(tokens, call)
+        normed = projected = self.q_proj(tokens.x), self.k_proj(tokens.source)
         norm = self.qk_norm
         if norm is not None and (norm.over, norm.place) == ("width", "before"):
             normed = self._normalise(*normed)
@@ -283,7 +285,7 @@ class Attention(nn.Module):
         with evaluation_mode(self):
             output = self(x, source, mask=mask, score_bias=score_bias)
         before = (q, k, v, normed_q, normed_k, matrix.q, matrix.k)
-        after = (logits, matrix.dense(), self._gated(matrix @ v, call.x), output)
+        after = (logits, matrix.dense(), self._gated(matrix @ v, tokens.x), output)
         return dict(zip(STAGES, (*before, *after), strict=True))
 
     @_explain_call
@@ -546,7 +548,8 @@ class Attention(nn.Module):
             mask = part.mask(mask, device=q.device, **sizes)
             score_bias = part.score_bias(score_bias, device=q.device, **sizes)
         options = {"scale": self.scale, "softcap": self.softcap}
-        return AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options), v
+        matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options)
+        return with_finite_padding(matrix) if tokens.is_zeroed else matrix, v
 
     def _gated(self, outputs: Tensor, x: Tensor) -> Tensor:
         """Return the head outputs times the output gate of their tokens, if the layer has one."""

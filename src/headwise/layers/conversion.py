@@ -225,8 +225,22 @@ def require_same_function_as_source(
     )
 
 
+def advise_wrapped_tensors(state: Mapping[str, Any]) -> list[str]:
+    """Return the line that takes the tensors of one layer out of a checkpoint, or none."""
+    name = "out_proj.weight"
+    for key, value in state.items():
+        if isinstance(value, Mapping) and any(inner.endswith(name) for inner in value):
+            return [f"the tensors stand one level deeper: layer.load_state_dict(state[{key!r}])"]
+        if (start := key.removesuffix(name)) != key and start:
+            renamed = f"{{n.removeprefix({start!r}): t for n, t in state.items()}}"
+            return [f"the names begin with {start!r}: layer.load_state_dict({renamed})"]
+    return []
+
+
 def advise_foreign_tensors(layer: Attention, state: Mapping[str, Tensor], prefix: str) -> list[str]:
     """Return the line that loads tensors under a prefix from another layout, or none."""
+    if not prefix and (advice := advise_wrapped_tensors(state)):
+        return advice
     names = layer.state_dict().keys()
     given = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
     if names <= given or given <= names:

@@ -20,15 +20,18 @@ from headwise.errors import MaskError
 from headwise.layers.cache import Cache, CachedKeys
 from headwise.layers.hooks import has_attention_hook
 from headwise.layers.part import HeadPart
+from headwise.masks.bound import zero_padding
 from headwise.masks.clause import MatrixSizes, Rectangle, Span
 from headwise.masks.clauses.dense import Dense
 from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, PaddingClause, Starts
-from headwise.masks.clauses.segments import PackedRow
+from headwise.masks.clauses.segments import PackedRow, Segments
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix.kernels import varlen
 from headwise.support.text import describe_count
 from headwise.support.tracing import may_check_values, may_read_values
+
+_STATES_PADDING = (PaddingClause, Segments, PackedRow)
 
 
 class CallInputs(NamedTuple):
@@ -71,6 +74,7 @@ class Unpacked:
     padding: Tensor | None = None  # (batch,), padding before each sequence, cached tokens included
     lengths: Tensor | None = None  # (batch,), for a cache: real new tokens, which come last
     cached: CachedKeys | None = None  # for a cache: what it holds once the call has succeeded
+    is_zeroed: bool = False  # True if padding of queries and keys is 0, cached tokens included
 
     def positions(self) -> Tensor:
         """Return the position of each token in its sequence: (length,), or (batch, length)."""
@@ -92,13 +96,25 @@ class Unpacked:
 
     @classmethod
     def of(cls, call: CallInputs) -> Unpacked:
-        """Return the batch of a call without a cache; ``padding`` is left padding, or None."""
-        clauses, (batch, queries, _) = call.mask.clauses_of_kind(PaddingClause), call.x.shape
+        """Return the batch of a call without a cache, with zeros for padded tokens.
+
+        ``padding`` is left padding, or None.
+        """
+        x, source, mask = call.x, call.source, call.mask
+        clauses = tuple(c for kind in _STATES_PADDING for c in mask.clauses_of_kind(kind))
         if not clauses:
-            return Unpacked(call.x, call.source, call.mask)
-        sizes = {"batch": batch, "heads": 1, "queries": queries, "keys": call.source.shape[1]}
-        padding = Mask(clauses).bind(**sizes, device=call.x.device).first_real_keys()
-        return Unpacked(call.x, call.source, call.mask, padding=padding)
+            return Unpacked(x, source, mask)
+        sizes = {"batch": x.shape[0], "heads": 1, "queries": x.shape[1], "keys": source.shape[1]}
+        bound = Mask(clauses).bind(**sizes, device=x.device)
+        queries, keys = bound.stated_tokens(QUERIES), bound.stated_tokens(KEYS)
+        is_zeroed = source is not x
+        if source is not x:
+            x, source = zero_padding(x, queries), zero_padding(source, keys)
+        elif queries is not None and keys is not None:
+            x = source = zero_padding(x, queries | keys)
+            is_zeroed = may_check_values(queries) and torch.equal(queries, keys)
+        padding = bound.first_real_keys()
+        return Unpacked(x, source, mask, padding=padding, is_zeroed=is_zeroed)
 
 
 def select_packing(call: CallInputs) -> Unpacked:
@@ -244,14 +260,17 @@ def left_pad_tokens(call: CallInputs, cache: Cache) -> Unpacked:
     _check_mask_positions_fit_cache(call, cache)
     _require_mask_for_hidden_cached_keys(call, cache)
     if not mask.clauses_of_kind(PaddingClause):
-        return Unpacked(x, x, mask, cache.seen, cache.padding)
+        is_zeroed = not any(clause.names_every_key for clause in mask.clauses)
+        return Unpacked(x, x, mask, cache.seen, cache.padding, is_zeroed=is_zeroed)
     lengths, end_together = _real_token_counts_and_padding_side(call)
     position, gap = _row_positions_and_padding_counts(x, lengths)
     if not end_together:
         x = _gather_tokens(x, (position - gap).clamp(min=0))
+    x = zero_padding(x, position >= gap)
     padding = gap[:, 0] if cache.padding is None else gap[:, 0] + cache.padding
     mask = mask.without_kind(PaddingClause)
-    return LeftPadded(x, x, mask, cache.seen, padding, lengths, end_together=end_together)
+    given = (x, x, mask, cache.seen, padding, lengths)
+    return LeftPadded(*given, is_zeroed=True, end_together=end_together)
 
 
 def _check_mask_positions_fit_cache(call: CallInputs, cache: Cache) -> None:
@@ -313,7 +332,7 @@ def keep_cached_keys(call: CallInputs, cache: Cache, cached: CachedKeys | None) 
     if new > 1 and may_read_values(call.x):
         # Does a mask that names every key hide one from all of several queries, as padding is?
         sizes = MatrixSizes(batch, 1, new, cached.k.shape[2])
-        real = [clause.real_keys(sizes) for clause in clauses if clause.names_every_key]
+        real = [clause.real_tokens(KEYS, sizes) for clause in clauses if clause.names_every_key]
         cache.needs_mask |= any(part is not None and not bool(part.all()) for part in real)
     cache.keep(cached)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from headwise.errors import DeviceError
 from headwise.masks.clause import WHOLE, Clause, MaskBlock, MatrixPart, MatrixSizes, Rectangle, Span
 from headwise.masks.clauses.band import Band
+from headwise.masks.clauses.lengths import KEYS
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,12 +150,18 @@ class BoundMask:
 
     def real_keys(self) -> Bool[Tensor, "batch keys"]:
         """False where a key is hidden from every query, other than by its distance."""
-        batch, keys = self.sizes.batch, self.sizes.keys
-        real = torch.ones(batch, keys, dtype=torch.bool, device=self.device)
-        for clause in self.clauses:
-            part = clause.real_keys(self.sizes)
-            real = real if part is None else real & part
-        return real
+        real = torch.ones(self.sizes.batch, self.sizes.keys, dtype=torch.bool, device=self.device)
+        known = self._real_tokens(KEYS, self.clauses)
+        return real if known is None else real & known
+
+    def stated_tokens(self, axis: int) -> Bool[Tensor, "..."] | None:
+        """False for padding by lengths, starts or segments, (batch or 1, length); None without."""
+        return self._real_tokens(axis, [c for c in self.clauses if not c.is_written])
+
+    def _real_tokens(self, axis: int, clauses: Iterable[Clause]) -> Tensor | None:
+        parts = [clause.real_tokens(axis, self.sizes) for clause in clauses]
+        known = [part for part in parts if part is not None]
+        return reduce(torch.logical_and, known) if known else None
 
 
 class BlockDiagonal(NamedTuple):
@@ -162,6 +169,17 @@ class BlockDiagonal(NamedTuple):
 
     rectangles: tuple[Rectangle, ...]
     rest: BoundMask
+
+
+def zero_padding(x: Tensor, real: Tensor | None) -> Tensor:
+    """Return (batch, ..., length, width) with 0 at tokens that are not real, (batch, length).
+
+    A weight of 0 times NaN is NaN, and so is its gradient.
+    """
+    if real is None:
+        return x
+    # `where` takes half of the time of `masked_fill`.
+    return torch.where(real[(slice(None), *[None] * (x.dim() - 3), ..., None)], x, 0)
 
 
 def bind_clauses(clauses: Iterable[Clause], sizes: MatrixSizes, device: torch.device) -> BoundMask:

@@ -165,8 +165,8 @@ class Clause(ABC):
         """For each sequence disjoint rectangles that hold all allowed pairs, and no other."""
         return None
 
-    def real_keys(self, sizes: MatrixSizes) -> Tensor | None:  # noqa: ARG002
-        """(batch or 1, keys): False where a key is hidden from every query; None: not known."""
+    def real_tokens(self, axis: int, sizes: MatrixSizes) -> Tensor | None:  # noqa: ARG002
+        """(batch or 1, length of axis 2 or 3): False where all is hidden; None: unknown."""
         return None
 
     def first_real_keys(self) -> Tensor | None:

@@ -24,6 +24,7 @@ from headwise.masks.clauses import band, segments
 from headwise.masks.clauses.dense import Dense, with_matrix_axes
 from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, Side, Starts, require_lengths
 from headwise.masks.clauses.predicate import Predicate, PredicateClause
+from headwise.masks.polarity import warn_of_polarity
 from headwise.support import arguments, lazy, text, tracing
 from headwise.support.tensors import convert_to_int64, convert_to_int_or_none
 
@@ -211,10 +212,14 @@ class Mask(lazy.ShownInNotebook):
     def from_torch_padding(cls, key_padding_mask: Tensor) -> Mask:
         """`torch.nn.MultiheadAttention`'s ``key_padding_mask`` (batch, keys): True = ignored.
 
+        Warns, as `headwise.MultiheadAttention` does, of signs of the reverse polarity.
+
         Raises:
             MaskError: another dtype, shape or float value.
         """
         allowed = to_allowed_entries(key_padding_mask, true_attends=False)
+        code = "Mask.from_torch_padding({})"
+        warn_of_polarity(key_padding_mask, None, argument=code, stacklevel=2)
         return cls((Dense(with_matrix_axes(allowed, "batch keys")),))
 
     @classmethod

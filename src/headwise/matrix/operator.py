@@ -81,12 +81,16 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
         softcap: scores become softcap * tanh(scores / softcap).
         sink: (heads,), a logit for each head that adds to the softmax's denominator only.
 
+    Padding that lengths, starts or segments of the mask state contributes nothing, NaN or not.
+
     Raises:
         ShapeError: shapes that do not fit together.
         DTypeError, DeviceError: operands of different dtypes, or on different devices.
         OptionError: a scale or softcap outside its range.
         MaskError: a mask or a score bias for other sizes.
     """
+
+    _is_zeroed = False  # True if the padding of queries, keys and values is finite already
 
     @arguments.explain_arguments(checks.SDPA_ADVICE)
     def __init__(
@@ -205,7 +209,7 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
             OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
         """
         index = checks.require_query_positions(index, self.shape[2], call="rows(index)")
-        return readings.weights_of_queries(self._kernel_input(), index)
+        return readings.weights_of_queries(self._kernel_input().zeroed(), index)
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
         """Return the whole matrix, in queries x keys memory.
@@ -227,7 +231,7 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
             OptionError: an offset that is no integer.
         """
         offset = checks.require_diagonal_offset(offset, *self.shape[2:])
-        return readings.diagonal_weights(self._kernel_input(), offset)
+        return readings.diagonal_weights(self._kernel_input().zeroed(), offset)
 
     @arguments.explain_arguments(checks.ROWS_ADVICE)
     def topk(
@@ -247,7 +251,7 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
         else:
             call = f"topk({count}, queries=index)"
             queries = checks.require_query_positions(queries, length, call=call)
-        return readings.largest_weights(self._kernel_input(), count, queries)
+        return readings.largest_weights(self._kernel_input().zeroed(), count, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
         """Return a map of ``queries`` x ``keys`` cells: weight from block to block.
@@ -326,7 +330,8 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
         The next tile reuses the memory of the last: copy what you keep. ``with_scores`` fills
         `ObservedTile.scores`, ``with_lowest`` fills `ObservedTile.lowest`.
         """
-        yield from readings.yield_observed_tiles(self._kernel_input(), with_scores, with_lowest)
+        problem = self._kernel_input().zeroed()
+        yield from readings.yield_observed_tiles(problem, with_scores, with_lowest)
 
     # ---- internals --------------------------------------------------------------------------
 
@@ -340,7 +345,8 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
         bound = bias.bind_unchecked(
             queries=queries, keys=keys, device=q.device, dtype=accumulation_dtype(q.dtype)
         )
-        return KernelInput(q, self.k, self.bound_mask, bound, self.scale, self.softcap, self.sink)
+        options = (self.scale, self.softcap, self.sink, self._is_zeroed)
+        return KernelInput(q, self.k, self.bound_mask, bound, *options)
 
     def _kernel_input_and_values(self, v: Tensor) -> tuple[KernelInput, Tensor]:
         """Return the problem with as many kv heads as ``v``, and ``v`` expanded to full size."""
@@ -364,6 +370,12 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
             return False
         leaves = (self.q, self.k, v) if self.sink is None else (self.q, self.k, v, self.sink)
         return self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
+
+
+def with_finite_padding(matrix: AttentionMatrix) -> AttentionMatrix:
+    """Let a matrix read its operands as they are: their padding holds neither NaN nor infinity."""
+    matrix._is_zeroed = True
+    return matrix
 
 
 def describe_average(matrix: AttentionMatrix, v: Tensor, *, dropout_p: float) -> str:

@@ -61,7 +61,7 @@ def scan(
         written: the text of each sequence as it was written, for pages: a `WrittenText`, or a
             text with the characters of its tokens, such as the ``offset_mapping`` of a fast
             tokenizer of transformers; None for an unknown one.
-        call: runs the model, e.g. ``lambda model, **inputs: model.generate(**inputs)``.
+        call: runs the model, e.g. ``lambda model, *ids, **named: model.generate(*ids, **named)``.
         progress: called with (layer, number of attention calls so far, 0).
 
     Raises:
@@ -83,7 +83,8 @@ def _run_scan(model: Any, inputs: Any, collector: _Collector, call: Any) -> Head
     given = model_inputs.list_inputs(inputs)
     if isinstance(model, nn.Module):
         model_inputs.require_finite_parameters(model)
-    prepared = model_inputs.check_tokens_and_limit_outputs(model, given)
+    limit = call is None
+    prepared = model_inputs.check_tokens_and_limit_outputs(model, given, limit=limit)
     with record.record_attention(model, on_complete=collector.add) as recorder:
         for original, shortened in zip(given, prepared, strict=True):
             collector.begin_input()
@@ -111,7 +112,7 @@ def _require_callables(model: object, **functions: object) -> None:
             raise OptionError(
                 saw=f"{name}={describe_value(function)}",
                 needed="a function, or None",
-                do="call=lambda model, **inputs: model.generate(**inputs)"
+                do="call=lambda model, *ids, **named: model.generate(*ids, **named)"
                 if name == "call"
                 else "progress=lambda layer, calls, total: print(layer, calls)",
             )
@@ -137,6 +138,7 @@ class _Collector:
         self._calls = self._sequences = self._tokens = 0
         self._first, self._is_new, self._texts = "", True, texts
         self._not_finite: dict[str, None] = {}  # layers, in call order
+        self._overflowing: dict[str, None] = {}
         self._distance = next((s for s in self._statistics if isinstance(s, HeadDistance)), None)
         self._pass = PassOfModel()
 
@@ -165,6 +167,8 @@ class _Collector:
             call = replace(call.of_heads(places), heads=layer.heads)
         if not _attends_with_finite_numbers(call):
             self._not_finite[call.layer] = None
+        if _overflows_float16(call.matrix):
+            self._overflowing[call.layer] = None
         if (tokens := call.tokens) is not None:
             for name, ids in self._marks.items():
                 chosen = torch.tensor(ids, device=tokens.device, dtype=tokens.dtype)
@@ -218,6 +222,11 @@ class _Collector:
                 f"queries or keys of {list_some([*self._not_finite], 1)} are NaN or infinite, and "
                 "so are the statistics: check the model's config, or run it in a wider dtype",
             )
+        if self._overflowing:
+            notes += (
+                f"queries times keys of {list_some([*self._overflowing], 1)} exceed float16: eager "
+                "attention multiplies in this dtype and gives NaN, the scan multiplies in float32",
+            )
         return HeadScan(
             model=model,
             sequences=self._sequences,
@@ -235,6 +244,16 @@ def _attends_with_finite_numbers(call: CapturedCall) -> bool:
         if not x.isfinite().all() and not x.isfinite().all(-1).all(1)[real].all():
             return False
     return True
+
+
+def _overflows_float16(matrix: AttentionMatrix) -> bool:
+    """True if the product of a query and a key, before it is scaled, is infinite in float16."""
+    q, k, largest = matrix.q, matrix.k, torch.finfo(torch.float16).max
+    if q.dtype != torch.float16 or not q.numel() or not k.numel():
+        return False
+    bound = q.float().norm(dim=-1).amax() * k.float().norm(dim=-1).amax()
+    tiles = AttentionMatrix(q, k, scale=1.0).tiles() if bound > largest else ()
+    return any(bool((tile.highest > largest).any()) for tile in tiles)
 
 
 def _compute_outputs_and_call_hook(matrix: AttentionMatrix, v: Tensor) -> Tensor:

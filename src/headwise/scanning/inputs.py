@@ -14,13 +14,19 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.transformers import read_longest_input
 from headwise.errors import HeadwiseError, OptionError, ShapeError
+from headwise.function.rounding import default_tolerance
+from headwise.layers.hooks import attention_hook
 from headwise.scanning import weights
+from headwise.support.tensors import iterate_leaves, map_leaves
 from headwise.support.text import describe_value
+from headwise.support.tracing import evaluation_mode
 
 # A scan needs no cache of keys and values. It does not need logits of each token either, which can
 # take more memory than all the rest.
 NO_CACHE = {"use_cache": False}
 NO_LOGITS = {"logits_to_keep": 1}
+PLAIN = (Tensor, bool, int, float, str, type(None))
+TOKENS_TO_COMPARE = 64  # that a model reads with and without these arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +64,8 @@ def list_inputs(inputs: Any) -> list[ModelInput]:
             do = "e.g. scan(model, {'input_ids': ids, 'attention_mask': mask})"
             if isinstance(value, int | list):  # a list is read as several inputs
                 do = "torch.tensor([ids]) for the token ids of one text"
+            elif hasattr(value, "__array__"):
+                do = "torch.as_tensor(array) for each array"
             elif isinstance(value, str):
                 do = 'tokenizer(text, return_tensors="pt")'
             raise OptionError(
@@ -75,22 +83,77 @@ def _no_inputs_error(saw: str) -> OptionError:
 
 
 def check_tokens_and_limit_outputs(
-    model: Any, inputs: list[ModelInput], *, with_logits: bool = False
+    model: Any, inputs: list[ModelInput], *, with_logits: bool = False, limit: bool = True
 ) -> list[ModelInput]:
-    """Check token ids, and switch off outputs of a model of transformers that are not needed."""
+    """Check token ids, and switch off outputs of a model of transformers that are not needed.
+
+    An option stays away if the model computes something else with it; see `_keep_function`.
+    """
     if isinstance(model, nn.Module):
         for model_input in inputs:
             require_valid_token_ids(model, model_input)
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+    if not limit or not isinstance(model, nn.Module) or not hasattr(model, "config"):
         return inputs
     parameters, fewer = inspect.signature(model.forward).parameters, []
+    known: dict[tuple[str, ...], dict[str, Any]] = {}
     for model_input in inputs:
         # The loss of the model needs all logits.
         needs_logits = with_logits or model_input.named.get("labels") is not None
         options = NO_CACHE if needs_logits else NO_CACHE | NO_LOGITS
-        options = {name: value for name, value in options.items() if name in parameters}
-        fewer.append(replace(model_input, named={**options, **model_input.named}))
+        unnamed = parameters.keys() - model_input.named.keys()
+        options = {name: value for name, value in options.items() if name in unnamed}
+        names = (*model_input.named, *options)
+        if options and (names not in known or "position_ids" in names):
+            known[names] = _keep_function(model, model_input, options)
+        fewer.append(replace(model_input, named=known.get(names, {}) | model_input.named))
     return fewer
+
+
+def _keep_function(
+    model: nn.Module, model_input: ModelInput, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return those of the options with which the outputs at the last position stay the model's.
+
+    transformers takes ``position_ids`` for packed documents only with ``use_cache=False``.
+    """
+    if not all(isinstance(x, PLAIN) for x in iterate_leaves(model_input.named)):
+        return options  # a cache, which would hold the tokens twice
+    few = _cut_tokens(model_input)
+    fewer = {name: value for name, value in options.items() if name in NO_LOGITS}
+    is_long = (ids := token_ids(few)) is not None and ids.shape[-1] > TOKENS_TO_COMPARE
+
+    def run(named: dict[str, Any]) -> Tensor | None:
+        output = call_model_on_input(model, replace(few, named=named | few.named))
+        states = (x[:, -1] for x in iterate_leaves(output) if isinstance(x, Tensor) and x.dim() > 2)
+        return next(states, None)
+
+    unrecorded = attention_hook(lambda _matrix, _v, outputs: outputs)
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.no_grad(), evaluation_mode(model), unrecorded, eager:
+        expected = run(fewer if is_long else {})
+        for kept in (options, fewer):
+            if expected is None or (output := run(kept)) is None:
+                return options
+            allowed = default_tolerance(output.dtype) * expected.abs().amax()
+            if bool((output - expected).abs().amax() <= allowed):
+                return kept
+    return {}
+
+
+def _cut_tokens(model_input: ModelInput) -> ModelInput:
+    """Return `TOKENS_TO_COMPARE` tokens of each text; all where other tensors have other sizes.
+
+    They are those around the first place where ``position_ids`` do not rise by one, if any.
+    """
+    ids, positions = token_ids(model_input), model_input.named.get("position_ids")
+    given = (model_input.positional, model_input.named)
+    tensors = [x for x in iterate_leaves(given) if isinstance(x, Tensor)]
+    if ids is None or any(x.shape[:2] != ids.shape for x in tensors):
+        return model_input
+    breaks = [0] if positions is None else [*(positions.diff() != 1).nonzero()[:, 1].tolist(), 0]
+    first = max(0, breaks[0] - TOKENS_TO_COMPARE // 2)
+    part = slice(None), slice(first, first + TOKENS_TO_COMPARE)
+    return ModelInput(*map_leaves(lambda x: x[part] if isinstance(x, Tensor) else x, given))
 
 
 def require_finite_parameters(model: nn.Module) -> None:

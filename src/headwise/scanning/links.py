@@ -253,7 +253,8 @@ def _not_stored_error(of_what: str) -> OptionError:
     return OptionError(
         saw=f"no single tokens{of_what}: no top keys, and no map of one token a cell",
         needed="the keys with the largest weights of every query",
-        do='headwise.scan(model, inputs, statistics=["standard", TopKeysOfEveryQuery()])',
+        do="from headwise.scanning import TopKeysOfEveryQuery, then headwise.scan(model, inputs, "
+        'statistics=["standard", TopKeysOfEveryQuery()])',
     )
 
 

@@ -67,6 +67,15 @@ def is_recording_operators() -> bool:
     return torch.compiler.is_compiling() or is_jit_tracing()
 
 
+def is_certain(comparison: bool) -> bool:
+    """True if a comparison of sizes holds; compiled, if it holds for all sizes of the graph."""
+    if not torch.compiler.is_compiling():
+        return comparison
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
+    return statically_known_true(comparison)
+
+
 def is_autocast_enabled(kind: str) -> bool:
     """True if autocast is on for this type of device, such as "cpu"."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -80,6 +80,8 @@ def test_a_copy_has_warned_where_its_original_has(
 TRIL = torch.ones(LENGTH, LENGTH).tril()
 ALL, LOWER = TRIL >= 0, TRIL == 1
 EVERY_KEY = "hides every key of every"
+FIRST = "hides the first keys of every sequence, and shows the last"
+PADDED = torch.arange(LENGTH) < torch.tensor([5, 4, 2])[:, None]  # every sequence is padded
 EARLIER = "hides the key of each query and all before it, and so all of the last query"
 ADDED = "holds 0 and 1 in torch."
 HIDDEN = torch.ones(BATCH, LENGTH).bool()
@@ -94,6 +96,8 @@ def infinite(hidden: Tensor) -> Tensor:
     [
         ({"key_padding_mask": HIDDEN}, EVERY_KEY, {"key_padding_mask": ~HIDDEN}),
         ({"key_padding_mask": infinite(HIDDEN)}, EVERY_KEY, {"key_padding_mask": ~HIDDEN}),
+        ({"key_padding_mask": PADDED}, FIRST, {"key_padding_mask": ~PADDED}),
+        ({"key_padding_mask": infinite(PADDED)}, FIRST, {"key_padding_mask": ~PADDED}),
         ({"key_padding_mask": REVERSED.float()}, ADDED, {"key_padding_mask": ~REVERSED}),
         ({"key_padding_mask": REVERSED.bfloat16()}, ADDED, {"key_padding_mask": ~REVERSED}),
         ({"attn_mask": LOWER}, EARLIER, {"attn_mask": ~LOWER}),
@@ -118,13 +122,23 @@ def test_each_sign_is_found_once_and_its_line_mends_it(
     assert warned(lambda: ours(X, X, X, **mask)) == []
     # The line of Python of the third line, up to its condition, is run as it stands.
     code = do.removeprefix("  do:     ").split(";")[0].split(",")[0].split(" if ")[0]
-    given = {"attention_mask": torch.ones(BATCH, LENGTH)} | mask
+    attention_mask = PADDED if sign == FIRST else torch.ones(BATCH, LENGTH)
+    given = {"attention_mask": attention_mask} | mask
     options = eval(f"dict({code})", {}, given)
     fresh = layer()
     fresh.load_state_dict(ours.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(fresh(X, X, X, **options), fresh(X, X, X, **mend))
+
+
+def test_a_mask_of_the_native_layer_warns_too() -> None:
+    for reverse in (REVERSED, PADDED, HIDDEN):
+        with pytest.warns(PolarityWarning) as found:
+            Mask.from_torch_padding(reverse)
+        assert "Mask.from_torch_padding(attention_mask == 0);" in str(found[0].message)
+        assert found[0].filename == __file__
+        assert warned(lambda padding=reverse == 0: Mask.from_torch_padding(padding)) == []
 
 
 def test_the_reverse_of_a_mask_for_more_keys_than_queries() -> None:

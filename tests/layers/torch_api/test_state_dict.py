@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import MultiheadAttention
+from headwise import Attention, MultiheadAttention
 from tests.layers.torch_api.cases import BATCH, EMBED, HEADS, QUERIES, pair
 
 X = torch.randn(QUERIES, BATCH, EMBED)
@@ -127,3 +127,18 @@ def test_a_hook_that_renames_keys_still_runs() -> None:
     state = {f"old.{k}": v for k, v in MultiheadAttention(EMBED, HEADS).state_dict().items()}
     ours.load_state_dict(state)
     assert torch.equal(ours.out_proj.weight, state["old.out_proj.weight"])
+
+
+@pytest.mark.parametrize("layer", [MultiheadAttention, Attention])
+def test_tensors_of_a_whole_checkpoint_have_a_line_that_loads_them(layer: type[nn.Module]) -> None:
+    ours, other = layer(EMBED, HEADS), layer(EMBED, HEADS)
+    named = {f"module.{name}": tensor for name, tensor in other.state_dict().items()}
+    for state in ({"model": other.state_dict()}, named, {"model": named}):
+        for _ in range(2 if state.get("model") is named else 1):
+            with pytest.raises(RuntimeError) as error:
+                ours.load_state_dict(state)
+            *_, hint = str(error.value).splitlines()
+            line = hint.partition(": ")[2].removeprefix("layer.load_state_dict(").removesuffix(")")
+            state = eval(line, {}, {"state": state})
+        ours.load_state_dict(state)
+        assert all(map(torch.equal, ours.state_dict().values(), other.state_dict().values()))

@@ -309,11 +309,18 @@ def _check_masks(call: Call, keys: int, *, batched: bool) -> None:
     if padding is not None:
         for axis, (name, size) in enumerate((("batch", batch), ("keys", keys))):
             if padding.shape[axis] != size:
+                do = "make one row for each sequence, with True for the keys to hide"
+                if padding.shape == (keys, batch):
+                    axes = (
+                        "(length, batch, width)" if call.batch_first else "(batch, length, width)"
+                    )
+                    do = f"batch_first={not call.batch_first}, if query is {axes}; "
+                    do += "else key_padding_mask.mT"
                 raise AssertedMaskError(
                     saw=f"Expected key_padded_mask.shape[{axis}] to be {size}, but got"
                     f" {padding.shape[axis]}: {name} of key_padding_mask {tuple(padding.shape)}",
                     needed=f"(batch {batch}, keys {keys})",
-                    do="make one row for each sequence, with True for the keys to hide",
+                    do=do,
                 )
 
 

@@ -15,7 +15,9 @@ from headwise.layers import hooks, linear
 from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
 from headwise.layers.torch_api.checks import Call
-from headwise.layers.torch_api.masks import convert_masks, warn_of_polarity
+from headwise.layers.torch_api.masks import convert_masks
+from headwise.masks.bound import zero_padding
+from headwise.masks.polarity import warn_of_polarity
 from headwise.matrix.operator import AttentionMatrix, describe_average
 from headwise.support.arguments import require_tensors
 
@@ -69,6 +71,10 @@ def build_matrix_and_values(call: Call) -> tuple[AttentionMatrix, Tensor]:
             hinted=call.is_causal,
             dtype=q.dtype,
         )
+    if call.padding is not None:
+        # A hidden key may hold NaN, as the input of a padded token may.
+        hidden = call.padding if call.padding.dtype == torch.bool else call.padding == -torch.inf
+        k, v = zero_padding(k, ~hidden), zero_padding(v, ~hidden)
     if slots:
         k = _append_slots(k, k, "bias_k", call)
         v = _append_slots(v, k, "bias_v", call)

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from headwise.function.spec import AttentionSpec
+from headwise.layers.conversion import advise_wrapped_tensors
 from headwise.layers.linear import LayerExplanation
 from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
 from headwise.layers.torch_api.forward import attend_before_out_proj, explain_forward, take_part
-from headwise.layers.torch_api.masks import warn_of_polarity
+from headwise.masks.polarity import warn_of_polarity
 from headwise.support.arguments import explain_arguments, renamed_arguments, require_tensors
 
 PACKED = "in_proj_weight"
@@ -105,9 +106,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ``add_bias_kv`` and ``add_zero_attn``.
 
     The layer warns (`PolarityWarning`, in eager mode on the CPU) of masks that may have the reverse
-    polarity, once for each sign: a ``key_padding_mask`` that hides all keys of a sequence, as
-    Hugging Face's ``attention_mask`` (1 = real) does; an ``attn_mask`` that hides everything, or
-    each query's own key and all before it; and a float mask of 0 and 1, which hides nothing.
+    polarity, once for each sign: a ``key_padding_mask`` that hides all keys of a sequence, or the
+    first keys of every sequence, as Hugging Face's ``attention_mask`` (1 = real) does; an
+    ``attn_mask`` that hides everything, or each query's own key and all before it; and a float mask
+    of 0 and 1, which hides nothing.
 
     torch's encoder layers do not call this layer in eval under no_grad: their fused path reads its
     weights. ``headwise.upgrade(model)`` switches that path off.
@@ -263,3 +265,5 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         state_dict = match_projection_form(self, state_dict, prefix, local_metadata, error_msgs)
         messages = (missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
+        if strict and missing_keys and not prefix:
+            error_msgs += advise_wrapped_tensors(state_dict)

@@ -1,33 +1,21 @@
-"""Torch's masks: conversion to a `Mask` and a `ScoreBias`, and signs of the reverse polarity.
+"""Torch's masks: conversion to a `Mask` and a `ScoreBias`.
 
 True in a bool mask means may not attend. A float mask is added to the scores: -inf masks, finfo.min
 does not. ``key_padding_mask`` stays (batch, keys) and is never expanded to queries x keys.
-
-torch's layer answers a query without keys with NaN, headwise with zeros, from which a model learns
-nothing. To find a mask of the reverse polarity, or one that hides nothing, four corners of an
-``attn_mask`` are read first, then an edge, and the rest only where these already show a sign.
 """
-
-import warnings
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headwise.errors import PolarityWarning, join_error_lines
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias, cast_bias
-from headwise.support.tracing import may_check_values, may_read_values
+from headwise.support.tracing import may_read_values
 
 # Reading a (256, 256) mask takes 0.06 ms; for smaller masks the causal kernel saves less than that
 # (docs/log.md).
 CAUSAL_PAYS_FROM = 256
 CAUSAL_BLOCK = 256
-ROWS = 256  # rows of an ``attn_mask`` that are read at once for signs
-HIDDEN = "True (or -inf) where a key is hidden"
-Sign = tuple[str, tuple[str, str, str]]  # its name, and the lines of its warning
-Test = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a part of a mask, its queries and its keys
 
 
 def convert_masks(
@@ -102,105 +90,3 @@ def is_causal(mask: Tensor, *, hinted: bool) -> bool:
         if not fits or not torch.equal(diagonal, causal):
             return False
     return True
-
-
-# ---- signs of the reverse polarity -------------------------------------------------------------
-
-
-def warn_of_polarity(
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    known: frozenset[str] = frozenset(),
-    *,
-    stacklevel: int,
-) -> frozenset[str]:
-    """Warn of each sign whose name is not in ``known``, and return the names of both.
-
-    The masks fit their call. Values are read in eager mode on the CPU alone.
-    """
-    for mask, find in ((key_padding_mask, _padding_signs), (attn_mask, _attn_mask_signs)):
-        if mask is not None and may_check_values(mask) and mask.numel():
-            for name, lines in find(mask.detach(), learned=mask.requires_grad, known=known):
-                known |= {name}
-                warnings.warn(join_error_lines(*lines), PolarityWarning, stacklevel=stacklevel + 1)
-    return known
-
-
-def _padding_signs(mask: Tensor, *, learned: bool, known: frozenset[str]) -> Iterator[Sign]:
-    """Yield the signs of a ``key_padding_mask``: (batch, keys), or (keys,)."""
-    shape = f"key_padding_mask of shape {tuple(mask.shape)}"
-    needed = f"{HIDDEN}; attention_mask of Hugging Face is the reverse"
-    do = "key_padding_mask=attention_mask == 0; ignore this if"
-    rows = mask.reshape(-1, mask.shape[-1])
-    hidden = _hides(rows).all(-1).tolist()
-    if all(hidden) and "padding of all" not in known:
-        saw = f"{shape} hides every key of every sequence: no token is attended to"
-        yield "padding of all", (saw, needed, f"{do} all keys are padding")
-    if any(hidden) and not all(hidden) and "padding of some" not in known:
-        index = hidden.index(True)
-        saw = f"{shape} hides every key of sequence {index}, but not of every sequence"
-        yield "padding of some", (saw, needed, f"{do} sequence {index} is empty")
-    zeros_and_ones = rows.is_floating_point() and not learned and bool((rows == 1).any())
-    if zeros_and_ones and "padding of 0 and 1" not in known and _holds(rows[None], _is_zero_or_one):
-        yield "padding of 0 and 1", _zero_one_lines("key_padding_mask", mask)
-
-
-def _attn_mask_signs(mask: Tensor, *, learned: bool, known: frozenset[str]) -> Iterator[Sign]:
-    """Yield the sign of an ``attn_mask``: (queries, keys), or (batch*heads, queries, keys)."""
-    matrices = mask if mask.dim() == 3 else mask[None]
-    queries, keys = matrices.shape[1:]
-    corners = matrices[0, :: max(queries - 1, 1), :: max(keys - 1, 1)].flatten().tolist()
-    hidden = [value in (True, -torch.inf) for value in corners]
-    shape = f"attn_mask of shape {tuple(mask.shape)}"
-    needed = f"{HIDDEN}; a bool mask of scaled_dot_product_attention is the reverse"
-    do = "attn_mask=" + ("~attn_mask" if mask.dtype == torch.bool else "(attn_mask == 0)")
-    test: Test
-    if mask.is_floating_point() and 1 in corners and not learned:
-        name, lines = "mask of 0 and 1", _zero_one_lines("attn_mask", mask)
-        test = _is_zero_or_one
-    elif all(hidden):
-        saw = f"{shape} hides every key of every query: no token is attended to"
-        name, lines = "mask of all", (saw, needed, f"{do}, or no attn_mask")
-        test = _hides
-    elif hidden == [True, False, True, True] and keys >= queries:
-        saw = f"{shape} hides the key of each query and all before it, and so all of the last query"
-        name, lines = "mask of earlier keys", (saw, needed, do)
-        test = _hides_earlier_keys
-    else:
-        return
-    if name not in known and _holds(matrices, test):
-        yield name, lines
-
-
-def _zero_one_lines(name: str, mask: Tensor) -> tuple[str, str, str]:
-    return (
-        f"{name} of shape {tuple(mask.shape)} holds 0 and 1 in {mask.dtype}: a float mask is added"
-        " to the scores, so this one hides nothing",
-        "bool (True = hidden), or float with -inf where a key is hidden",
-        f"{name}={name} == 0 if 1 means real or may attend, {name}={name}.bool() if 1 means hidden",
-    )
-
-
-def _hides(part: Tensor, _query: Tensor | None = None, _key: Tensor | None = None) -> Tensor:
-    return part if part.dtype == torch.bool else part == -torch.inf
-
-
-def _is_zero_or_one(part: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
-    return (part == 0) | (part == 1)
-
-
-def _hides_earlier_keys(part: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return where a part hides just the keys up to the query's own; both count from the end."""
-    return _hides(part) == (key <= query)
-
-
-def _holds(matrices: Tensor, test: Test) -> bool:
-    """True if a test holds at every place: of the first column, of the last row, then of all."""
-    queries, keys = matrices.shape[1:]
-    query, key = torch.arange(-queries, 0)[:, None], torch.arange(-keys, 0)
-    parts = [(slice(None), slice(1)), (slice(-1, None), slice(None))]
-    parts += [(slice(i, i + ROWS), slice(None)) for i in range(0, queries, ROWS)]
-    return all(
-        bool(test(matrices[:, rows, columns], query[rows], key[columns]).all())
-        for rows, columns in parts
-    )

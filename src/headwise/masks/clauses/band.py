@@ -12,7 +12,7 @@ from headwise.masks import clause
 from headwise.masks.clause import BOUNDLESS, Align, Clause, MatrixPart, MatrixSizes, Span
 from headwise.support import tensors
 from headwise.support.text import describe_value
-from headwise.support.tracing import may_check_values
+from headwise.support.tracing import is_certain, may_check_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +43,8 @@ class Band(clause.IntervalClause):
         return Band(min(self.left, other.left), min(self.right, other.right))
 
     def hides(self, sizes: MatrixSizes) -> bool:
-        hides_late = self.right < sizes.keys - 1
-        return hides_late or self.left < sizes.queries - 1
+        shows_late = is_certain(self.right >= sizes.keys - 1)
+        return not (shows_late and is_certain(self.left >= sizes.queries - 1))
 
     @property
     def is_causal(self) -> bool:

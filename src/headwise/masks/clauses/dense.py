@@ -9,6 +9,7 @@ from torch import Tensor
 from headwise.errors import MaskError
 from headwise.masks import clause
 from headwise.masks.clause import WHOLE, Clause, MatrixPart, MatrixSizes, index_axes
+from headwise.masks.clauses.lengths import KEYS, QUERIES
 from headwise.support.text import MATRIX_AXES, axis_broadcasts_to, describe_sizes, describe_value
 
 
@@ -40,8 +41,8 @@ class Dense(Clause):
     def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
         return MatrixSizes(*self.allowed.shape)
 
-    def real_keys(self, sizes: MatrixSizes) -> Tensor:
-        return self.allowed.amax((1, 2)).expand(-1, sizes.keys)
+    def real_tokens(self, axis: int, sizes: MatrixSizes) -> Tensor:
+        return self.allowed.amax((1, KEYS if axis == QUERIES else QUERIES)).expand(-1, sizes[axis])
 
     def of_heads(self, index: Tensor) -> Dense:
         shared = self.allowed.shape[1] == 1

@@ -94,11 +94,11 @@ class PaddingClause(clause.IntervalClause):
             rectangles.append([Rectangle(batch, *spans)])
         return rectangles
 
-    def real_keys(self, sizes: MatrixSizes) -> Tensor | None:
-        if self.axis != KEYS:
+    def real_tokens(self, axis: int, sizes: MatrixSizes) -> Tensor | None:
+        if self.axis != axis:
             return None
-        position = torch.arange(sizes.keys, device=self.numbers.device)
-        return self._is_real(position, self.numbers[:, None], sizes.keys)
+        position = torch.arange(sizes[axis], device=self.numbers.device)
+        return self._is_real(position, self.numbers[:, None], sizes[axis])
 
     def known_sizes(self) -> MatrixSizes:
         most = int(self.numbers.max()) if self.numbers.numel() else 0

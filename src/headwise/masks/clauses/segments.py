@@ -11,6 +11,7 @@ from torch import Tensor
 from headwise.errors import MaskError
 from headwise.masks import clause
 from headwise.masks.clause import MatrixPart, MatrixSizes, Rectangle, Span, index_axes
+from headwise.masks.clauses.lengths import QUERIES
 from headwise.support.tensors import convert_to_int64, has_integer_dtype
 from headwise.support.text import axis_broadcasts_to
 from headwise.support.tracing import may_check_values, may_read_values
@@ -78,8 +79,8 @@ class Segments(clause.Clause):
             for batch, (query_spans, key_spans) in enumerate(zip(query_runs, key_runs, strict=True))
         ]
 
-    def real_keys(self, sizes: MatrixSizes) -> Tensor:
-        return self.key_ids >= 0
+    def real_tokens(self, axis: int, sizes: MatrixSizes) -> Tensor:
+        return self.tensors()[axis - QUERIES] >= 0
 
     def known_sizes(self) -> MatrixSizes:
         return MatrixSizes(
@@ -144,9 +145,10 @@ class PackedRow(clause.IntervalClause):
         queries, keys = (pairwise(offsets.tolist()) for offsets in self.tensors())
         return [[Rectangle(0, Span(*q), Span(*k)) for q, k in zip(queries, keys, strict=True)]]
 
-    def real_keys(self, sizes: MatrixSizes) -> Tensor:
-        position = torch.arange(sizes.keys, device=self.key_offsets.device)
-        return ((position >= self.key_offsets[0]) & (position < self.key_offsets[-1]))[None]
+    def real_tokens(self, axis: int, sizes: MatrixSizes) -> Tensor:
+        offsets = self.tensors()[axis - QUERIES]
+        position = torch.arange(sizes[axis], device=offsets.device)
+        return ((position >= offsets[0]) & (position < offsets[-1]))[None]
 
     def known_sizes(self) -> MatrixSizes:
         return MatrixSizes(1, 1, *(int(offsets[-1]) for offsets in self.tensors()))

@@ -6,14 +6,15 @@ A new kernel is one class in one file, and one entry in `dispatch.KERNELS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.function import stages
-from headwise.masks.bound import BoundMask
+from headwise.masks.bound import BoundMask, zero_padding
+from headwise.masks.clauses.lengths import KEYS, QUERIES
 from headwise.masks.score_bias import BoundBias
 
 HALF = (torch.bfloat16, torch.float16)
@@ -35,6 +36,15 @@ class KernelInput:
     scale: float
     softcap: float | None
     sink: Tensor | None
+    is_zeroed: bool = False  # True if padding of queries, keys and values is finite already
+
+    def zeroed(self) -> KernelInput:
+        """Return the input with zeros at the padding that the mask states."""
+        if self.is_zeroed:
+            return self
+        q = zero_padding(self.q, self.mask.stated_tokens(QUERIES))
+        k = zero_padding(self.k, self.mask.stated_tokens(KEYS))
+        return replace(self, q=q, k=k, is_zeroed=True)
 
     @property
     def group(self) -> int:
@@ -96,6 +106,16 @@ class Task:
     dropout_p: float = 0.0  # probability of dropping each weight before the product with ``v``
     cache: dict[str, Any] = field(default_factory=dict, init=False)  # of a kernel, for this task
 
+    def zeroed(self) -> Task:
+        """Return the task with zeros at the padding that the mask states, also of v and y."""
+        if self.problem.is_zeroed:
+            return self
+        v, y = (
+            x if x is None else zero_padding(x, self.problem.mask.stated_tokens(axis))
+            for x, axis in ((self.v, KEYS), (self.y, QUERIES))
+        )
+        return replace(self, problem=self.problem.zeroed(), v=v, y=y)
+
     @property
     def values_if_only_product(self) -> Tensor | None:
         """``v`` if its product is the whole task, else None."""
@@ -117,6 +137,7 @@ class Kernel(ABC):
     """Implementation of tasks on an attention matrix."""
 
     name: ClassVar[str]
+    reads_padding: ClassVar[bool] = True  # False if it passes over what the mask states as padding
 
     @abstractmethod
     def refusal_reason(self, task: Task) -> str | None:

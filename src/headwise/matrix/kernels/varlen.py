@@ -51,6 +51,7 @@ class VarlenKernel(Kernel):
     """Kernel that runs each rectangle by the kernel chosen for it, and fills in zeros."""
 
     name = "pieces"
+    reads_padding = False
 
     def __init__(self, choose: Callable[[Task], tuple[Kernel, str]]) -> None:
         self._choose = choose
@@ -69,7 +70,7 @@ class VarlenKernel(Kernel):
         assert task.v is not None
         rows = []
         for row, tasks in enumerate(yield_task_lists_by_batch_row(task)):
-            outputs = [self._choose(piece)[0].run(piece).out for piece in tasks]
+            outputs = [self._choose(piece)[0].run(piece.zeroed()).out for piece in tasks]
             pieces = task.cache["division"].rectangles
             spans = [piece.queries for piece in pieces if piece.batch == row]
             rows.append(_fill_gaps(outputs, spans, task.problem.q, task.v.shape[-1]))

@@ -213,12 +213,12 @@ def compare_same_and_copied_inputs(layers: PackedLayers) -> dict[str, Any]:
     copy = x.clone()
     inputs = {"one": (x, x, x), "two": (x, copy, copy), "three": (x, copy, x.clone())}
     padding = (torch.arange(BATCH) == BATCH - 1)[:, None].expand(BATCH, KEYS)
-    mask = Mask.from_torch_padding(padding)
-    budget = measures.layer_error_budget(x, x, x, layers.weights, num_heads=HEADS, mask=mask)
     call = {"key_padding_mask": padding, "need_weights": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolarityWarning)  # a text of padding only is intended
+        mask = Mask.from_torch_padding(padding)
         outputs = [layers.packed.inner(*tensors, **call)[0] for tensors in inputs.values()]
+    budget = measures.layer_error_budget(x, x, x, layers.weights, num_heads=HEADS, mask=mask)
     outputs += [layers.apart.inner(x, mask=mask), layers.apart.inner(x, copy, mask=mask)]
     return {
         "objects_outside": sum(budget.check(output).outside for output in outputs),
