@@ -13,6 +13,7 @@ from headwise.errors import OptionError
 from headwise.function import spec
 from headwise.function.scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, RotaryRule
+from headwise.layouts import registry
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule
 from headwise.layouts.pattern import Sizes
@@ -42,6 +43,7 @@ _SHARES = ("partial_rotary_factor", "rotary_pct")  # rotated share of head_dim
 _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
 
 _ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # layers without a window do not rotate
+_TWO_SIDED = ("gemma3", "gemma3_text")  # with use_bidirectional_attention
 _WINDOWS_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2")
 
 # model_type -> the layout of its files, where tensor names and shapes fit several layouts; those of
@@ -269,6 +271,8 @@ def _read_counts(fields: ConfigFields) -> Sizes:
     counts["kv_heads"] = inner.count("kv_n_heads", most=_MAX_HEADS) or counts["kv_heads"]
     sizes = {size: count for size, count in counts.items() if count is not None}
     head_dim, rotation = read_head_dim(fields, sizes), rotary_section_of_layer(fields, 0)
+    if head_dim and fields.section("pruned_heads"):
+        sizes = {"head_dim": head_dim}  # each layer has heads of its own number
     shares = (fields.number(n) if n in fields else rotation.number(n) for n in _SHARES)
     share = next((share for share in shares if share is not None and 0 < share <= 1), None)
     if share is not None and head_dim and "rotary_width" not in sizes:
@@ -348,6 +352,23 @@ def attention_window(config: Config, layer: int) -> int | None:
     )
 
 
+def window_sides(config: Config, layer: int) -> tuple[int, int | None] | None:
+    """Return the keys before and after a query that it may attend to; None without a window.
+
+    Gemma 3 with ``use_bidirectional_attention`` sees half of ``sliding_window`` to each side: its
+    class halves the number of the file.
+
+    Raises:
+        OptionError: see `attention_window`.
+    """
+    size, fields = attention_window(config, layer), text_config(config)
+    if size is None:
+        return None
+    if fields.text("model_type") in _TWO_SIDED and fields.flag("use_bidirectional_attention"):
+        return size // 2, size // 2
+    return size - 1, None
+
+
 def _layer_value(fields: ConfigFields, name: str, layer: int) -> Any:
     """Return the value of a layer in a list over the layers; None beyond the end of the list."""
     values = fields.layer_values(name)
@@ -369,19 +390,35 @@ def layout_name(config: Config) -> str | None:
     if kind == "gpt_bigcode":
         multi = fields.flag("multi_query", default=True)
         return "gpt-bigcode-mqa" if multi else "gpt-bigcode-mha"
+    if kind == "cohere" and fields.flag("use_qk_norm"):
+        return "cohere-qk-norm"
     return _LAYOUTS.get(kind or "")
 
 
 def read_head_dim(fields: ConfigFields, counts: Sizes) -> int | None:
     """Return the stated head_dim, or embed_dim // heads."""
-    embed_dim = _read_first_count(fields, ("hidden_size", "n_embd"))
+    embed_dim = _read_first_count(fields, ("hidden_size", "n_embd", "d_model", "dim", "emb_dim"))
     quotient = embed_dim // counts["heads"] if embed_dim and "heads" in counts else None
     return counts.get("head_dim", quotient)
 
 
 _MAX_LAYERS = 8  # layers that an error lists
 _EPS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "norm_eps")
-_FACTORS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+_FACTORS = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "mup_scale_qk_dot_by_d": False,
+}
+# Fields of forms that no layer has, or that only some layouts have -> the part of the function.
+_FORMS = {
+    "relative_attention": "score_bias",
+    "use_relative_position_bias": "score_bias",
+    "use_shared_relative_position_bias": "score_bias",
+    "use_relative_position_embeddings": "score_bias",
+    "position_embeddings_type": "score_bias",
+    "use_qk_norm": "qk_norm",
+    "qk_layernorm": "qk_norm",
+}
 
 
 def find_config_contradiction(config: Config, function: AttentionSpec, sizes: Sizes) -> str | None:
@@ -430,9 +467,20 @@ def _find_contradictions(
     for section in (fields, fields.section("attn_config") or ConfigFields({})):
         if section.number("clip_qkv") and function.clip is ABSENT:
             yield "clip", f"clip_qkv {section['clip_qkv']}"
+    for name, value in find_stated_forms(fields):
+        if getattr(function, name) is ABSENT:
+            yield name, value
     width = sizes.get("rotary_width", head_dim)
     if function.rotation and not function.is_rotary_width_open and width != head_dim:
         yield "rotary_width", f"{width} of {head_dim}"
+
+
+def find_stated_forms(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield parts of the function in a form of `_FORMS`, with the field that states it."""
+    fields = text_config(config)
+    for name, part in _FORMS.items():
+        if (value := fields.get(name)) and value not in ("absolute", "rotary"):
+            yield part, f"{name} {describe_value(value)}"
 
 
 def find_missing_layers(
@@ -479,7 +527,7 @@ def layout_in_layer(layout: Layout, config: Config, number: int) -> Layout:
 def resolve(function: AttentionSpec, config: Config, *, layer: int) -> AttentionSpec:
     """Return a function with the numbers that its model's config states for one layer.
 
-    No field is FROM_CONFIG then, but for the scale where there is no config. See `layout_in_layer`.
+    A field that nothing in the config states stays FROM_CONFIG. See `layout_in_layer`.
 
     Raises:
         OptionError: a rotary scaling that `Rotary` does not have; or a window in layers unstated.
@@ -488,20 +536,19 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
     stated: dict[str, Any] = {}
     if function.rotary:
         stated["rotary"] = _read_rotary(fields, layer, function.rotation or RotaryRule())
-    if function.scale is FROM_CONFIG:
-        scalar = fields.number("query_pre_attn_scalar")
-        if scalar is not None and scalar < 0:
-            raise fields.field_error("query_pre_attn_scalar", "a positive number")
-        usual = USUAL_SCALE if fields else FROM_CONFIG
-        multiplier = fields.number("attention_multiplier") or usual
-        stated["scale"] = float(scalar**-0.5) if scalar else multiplier
+    if function.scale is FROM_CONFIG and fields:
+        stated["scale"] = _read_scale(fields)
     if function.softcap is not ABSENT:
         softcap = fields.number("attn_logit_softcapping")
         stated["softcap"] = spec.Softcap(softcap) if softcap else ABSENT
-    if isinstance(function.qk_norm, spec.NormRule):
+    norm = function.qk_norm
+    if norm is FROM_CONFIG and "qk_layernorm" in fields:
+        norm = spec.NormRule("layer") if fields.flag("qk_layernorm") else ABSENT
+    if isinstance(norm, spec.NormRule):
         epsilons = (fields.number(name) for name in _EPS)
         eps = next((number for number in epsilons if number is not None), 1e-6)
-        stated["qk_norm"] = replace(function.qk_norm, eps=eps)
+        norm = replace(norm, eps=eps)
+    stated["qk_norm"] = norm
     if isinstance(function.score_bias, spec.BucketRule):
         stated["score_bias"] = spec.BucketRule(
             buckets=fields.count("relative_attention_num_buckets") or 32,
@@ -509,10 +556,37 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
             bidirectional=not fields.flag("is_decoder"),
         )
     if function.window is FROM_CONFIG:
-        window = attention_window(fields, layer)
-        stated["window"] = ABSENT if window is None else (window - 1, None)
-    left = {name: ABSENT for name, value in vars(function).items() if value is FROM_CONFIG}
-    return replace(function, **{**left, **stated})
+        stated["window"] = window_sides(fields, layer) or ABSENT
+    if function.clip is FROM_CONFIG and fields:
+        section = fields.section("attn_config") or fields
+        stated["clip"] = section.number("clip_qkv") or ABSENT
+    resolved = replace(function, **stated)
+    return replace(resolved, **_read_of_model_type(resolved, fields))
+
+
+def _read_scale(fields: ConfigFields) -> float | spec.ScaleRule:
+    scalar = fields.number("query_pre_attn_scalar")
+    if scalar is not None and scalar < 0:
+        raise fields.field_error("query_pre_attn_scalar", "a positive number")
+    return float(scalar**-0.5) if scalar else fields.number("attention_multiplier") or USUAL_SCALE
+
+
+def _read_of_model_type(function: AttentionSpec, fields: ConfigFields) -> dict[str, Any]:
+    """Return the open fields that the layout of the config's model_type states.
+
+    A score bias or a norm that a config may state (`_FORMS`) is absent where it does not.
+    """
+    name = layout_name(fields)
+    if name is None:
+        return {}
+    known = vars(registry.layout(name).function)
+    stated = {n: known[n] for n, value in vars(function).items() if value is FROM_CONFIG}
+    absent = {*_FORMS.values()} - {part for part, _ in find_stated_forms(fields)}
+    return {
+        n: ABSENT if value is FROM_CONFIG else value
+        for n, value in stated.items()
+        if value is not FROM_CONFIG or n in absent
+    }
 
 
 def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRule:
