@@ -1,4 +1,4 @@
-"""Changes of config fields that `load_attention` does not see: python -m tools.config_fields [TYPES].
+"""Changes of a config that `load_attention` does not see: python -m tools.config_fields [TYPES].
 
 For each model type that loads, a small model is built from a config.json, stored and run. Then each
 field that is no size is changed or left out, and the model is built, stored and run again. Each
@@ -28,10 +28,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.config import layout_name
+from headwise.checkpoints.places import Place, find_model_places
+from headwise.checkpoints.source import open_source
 from headwise.errors import HeadwiseError
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
-from headwise.layouts.modules import NamedModule, find_modules
+from headwise.layouts.modules import find_modules
 from headwise.masks.mask import Mask
 from tools.huggingface_classes import classes, shrink, trial
 from tools.huggingface_classes.inputs import ERRORS
@@ -51,7 +53,13 @@ SKIPPED = re.compile(
     r"|_.*|model_type|layer_norm_position|patch_size|image_size|num_channels|max_.*position.*"
 )
 ALTERNATIVES: dict[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("absolute", "relative_key", "relative_key_query", "rotary", "alibi"),
+    "position_embedding_type": (
+        "absolute",
+        "relative_key",
+        "relative_key_query",
+        "rotary",
+        "alibi",
+    ),
     "position_embeddings_type": ("relative", "relative_key", "rotary", None),
     "attention_type": ("original_full", "block_sparse"),
     "clip_qkv": (0.3,),
@@ -144,6 +152,8 @@ def _try_fields(row: Row) -> None:
         if not loaded:
             row.reason = "no attention was recorded"
             return
+        errors = [layer for layer, _ in loaded.values() if isinstance(layer, HeadwiseError)]
+        row.reason = f"refused: {errors[0].saw}"[:150] if errors else ""
         wrong = [prefix for prefix, (layer, call) in loaded.items() if not _gives(layer, call)]
         if wrong:
             row.lost.append(f"as it is: {wrong[0]} of {len(loaded)}")
@@ -195,8 +205,20 @@ class _Folder:
             model.save_pretrained(self.path)
             self._shapes = shapes
         (self.path / "config.json").write_text(json.dumps(values))
-        calls = _recorded(model, self.given, _modules(model, values))
-        return {prefix: (self._load(prefix), call) for prefix, call in calls.items()}
+        stored = self._stored_names(model, values)
+        return {
+            name: (self._load(stored.get(name, name)), call)
+            for name, call in _recorded(model, self.given).items()
+        }
+
+    def _stored_names(self, model: PreTrainedModel, values: Config) -> dict[str, str]:
+        """The prefixes in the file of modules that transformers renames, by those in memory."""
+        layout = registry.layout(layout_name(values) or "")
+        modules = [m for m in find_modules(layout, open_source(self.path).headers) if m.tensors]
+        places = find_model_places(model)
+        if len(modules) != len(places):
+            return {}
+        return {p.name: m.prefix for p, m in zip(places, modules, strict=True)}
 
     def _load(self, prefix: str) -> Attention | HeadwiseError:
         try:
@@ -216,56 +238,50 @@ def _fill(model: nn.Module) -> None:
                 if weight.dim() > 1:
                     weight.copy_(noise / math.sqrt(width))
                 else:
-                    weight.add_(0.3 * noise)
+                    weight.copy_(0.5 + 0.3 * noise)
 
 
-def _modules(model: PreTrainedModel, values: Config) -> list[NamedModule]:
-    layout = registry.layout(layout_name(values) or "")
-    by_role: dict[str, list[NamedModule]] = {}
-    for module in find_modules(layout, model.state_dict()):
-        if layout.required <= {*module.tensors.values()}:
-            by_role.setdefault(module.place.role, []).append(module)
-    return [module for modules in by_role.values() for module in modules[:MODULES]]
+def _places(model: PreTrainedModel) -> list[Place]:
+    """The first attentions of each role, by the names that they have in the model."""
+    by_role: dict[str, list[Place]] = {}
+    for place in find_model_places(model):
+        if place.layout.required <= {*place.module.tensors.values()}:
+            by_role.setdefault(place.module.place.role, []).append(place)
+    return [place for places in by_role.values() for place in places[:MODULES]]
 
 
-def _recorded(
-    model: PreTrainedModel, given: dict[str, Any], modules: Iterable[NamedModule]
-) -> dict[str, Call]:
+def _recorded(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Call]:
     """The first call of each module that ran: inputs of its projections, and its output."""
-    layout = registry.layout(layout_name(json.loads(model.config.to_json_string())) or "")
     seen: dict[tuple[str, str], Tensor] = {}
     handles = []
 
-    def note(key: tuple[str, str], owner: nn.Module, *, is_output: bool) -> None:
+    def note(key: tuple[str, str], owner: nn.Module) -> None:
         def hook(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            value = out if is_output else next(iter((*args, *kwargs.values())), None)
+            value = out if key[1] == "output" else next(iter((*args, *kwargs.values())), None)
             if isinstance(value, Tensor):
                 seen.setdefault(key, value.detach())
 
         handles.append(owner.register_forward_hook(hook, with_kwargs=True))
 
-    owners = {}
-    for module in modules:
+    keys, names = ("x", "source", "output"), []
+    for place in _places(model):
         homes = {
-            tensor: name
-            for name, local in module.tensors.items()
-            for tensor in layout.patterns[local].tensors
+            tensor: name.rpartition(".")[0]
+            for name, local in place.module.tensors.items()
+            for tensor in place.layout.patterns[local].tensors
         }
-        names = [homes[matrix].rpartition(".")[0] for matrix in ("wq", "wk", "wo")]
-        owners[module.prefix] = names
-        if module.prefix.rstrip(".") in names or names[0] == names[2]:
-            continue  # its matrices are no modules
-        for key, name in zip(("x", "source", "output"), names, strict=True):
-            is_output = key == "output"
-            note((module.prefix, key), model.get_submodule(name), is_output=is_output)
+        owners = [homes[matrix] for matrix in ("wq", "wk", "wo")]
+        if len({place.name.rstrip("."), *owners}) > 2:  # else its matrices are no modules
+            names.append(place.name)
+            for key, owner in zip(keys, owners, strict=True):
+                note((place.name, key), model.get_submodule(owner))
     with torch.no_grad():
         model(**copy.deepcopy(given))
     for handle in handles:
         handle.remove()
-    keys = ("x", "source", "output")
     return {
         prefix: Call(*(seen[prefix, key] for key in keys))
-        for prefix in owners
+        for prefix in names
         if all((prefix, key) in seen and seen[prefix, key].dim() == 3 for key in keys)
     }
 
@@ -305,7 +321,8 @@ def changes(values: Config) -> Iterator[tuple[str, Config]]:
             label = f"{place}.{name}" if place else name
             for other in _others(name, value):
                 yield f"{label}={_short(other)}", _with(values, place, {name: other})
-            yield f"{label} left out", _with(values, place, {}, without=(name,))
+            if not (isinstance(value, int) and _is_size(name)):
+                yield f"{label} left out", _with(values, place, {}, without=(name,))
         if isinstance(part.get(ROTARY), dict):
             yield from _older_rotary(values, place, part[ROTARY])
 
@@ -316,8 +333,7 @@ def _others(name: str, value: Any) -> Iterator[Any]:
     elif isinstance(value, bool):
         yield not value
     elif isinstance(value, int | float):
-        is_size = any(re.fullmatch(pattern, name) for pattern, _ in shrink.LEVELS[0])
-        if not is_size:
+        if not _is_size(name):
             yield 2 * value or 0.5
     elif value is None:
         yield from (0.5, 2, True)
@@ -327,6 +343,10 @@ def _others(name: str, value: Any) -> Iterator[Any]:
         yield from ([kind] * len(value) for kind in KINDS if {kind} != {*value})
     elif isinstance(value, list) and {*map(type, value)} <= {int, bool} and {*value} <= {0, 1}:
         yield [type(each)(not each) for each in value]
+
+
+def _is_size(name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern, _ in shrink.LEVELS[0])
 
 
 def _rotations(rotary: Config) -> Iterator[Config]:
@@ -341,11 +361,12 @@ def _older_rotary(
     values: Config, place: str | None, rotary: Config
 ) -> Iterator[tuple[str, Config]]:
     """Rotations as transformers 4 wrote them: theta beside the scaling."""
-    if any(isinstance(section, dict) for section in rotary.values()):
-        return
-    more = {"rope_theta": 300.0, "rope_scaling": None}
+    is_nested = any(isinstance(section, dict) for section in rotary.values())
+    more: Config = {"rope_theta": 300.0, "rope_scaling": None}
+    if is_nested:
+        more |= {"rope_local_base_freq": 40.0, "local_rope_theta": 40.0, "global_rope_theta": 300.0}
     yield "rope_theta of v4", _with(values, place, more, without=(ROTARY,))
-    more["rope_scaling"] = {"type": "linear", "factor": 4.0}
+    more |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
     yield "rope_scaling of v4", _with(values, place, more, without=(ROTARY,))
 
 
@@ -375,7 +396,12 @@ def main(types: list[str]) -> int:
         row = tried(model_type)
         lost += len(row.lost)
         print(row, *(f"    lost: {each}" for each in row.lost), sep="\n")
-        print(*(f"    refused, moves nothing: {each}: {row.refused[each]}" for each in row.idle), sep="\n", end="\n" if row.idle else "", flush=True)
+        print(
+            *(f"    refused, moves nothing: {each}: {row.refused[each]}" for each in row.idle),
+            sep="\n",
+            end="\n" if row.idle else "",
+            flush=True,
+        )
     print(f"{lost} changes are lost without a word")
     return int(lost > 0)
 

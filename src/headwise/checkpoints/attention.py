@@ -116,17 +116,18 @@ def attention_from_state(
         stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
     given = {name: ABSENT for name in options if name in OPEN_FIELDS}
     spec = resolve(replace(layout.function, **given), config, layer=module.layer)
-    if isinstance(spec.score_bias, BucketRule) and module.place.role == "decoder":
-        one_sided = replace(spec.score_bias, bidirectional=False)  # no later keys to tell apart
-        spec = replace(spec, score_bias=one_sided)
+    if isinstance(spec.score_bias, BucketRule) and module.place.role in ("encoder", "decoder"):
+        is_encoder = module.place.role == "encoder"  # a decoder has no later keys to tell apart
+        spec = replace(spec, score_bias=replace(spec.score_bias, bidirectional=is_encoder))
     if spec.rotation is not None and "rotary_width" in sizes:
         spec = replace(spec, rotary=replace(spec.rotation, width=sizes["rotary_width"]))
     _require_whole_function(module, spec, config)
     stated = options_of_spec(spec)
+    described = vars(layout.function)
     read = {
         name: getattr(spec, name)
-        for name, value in vars(layout.function).items()
-        if value is FROM_CONFIG and name not in (*given, "rotary")
+        for name in ("score_bias", "qk_norm", "clip")  # forms that a layer may lack
+        if described[name] is FROM_CONFIG and name not in given
     }
     return Attention.from_layout(
         stored,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headwise.checkpoints.defaults import DEFAULTS, LOCAL_THETAS, SCALED
 from headwise.checkpoints.source import require_no_pointer
 from headwise.errors import OptionError
 from headwise.function import spec
@@ -29,9 +30,9 @@ _MAX_HEADS = 2**20  # heads or channels: detection may try every divisor of the 
 # count -> its names in a config, by spaces; the first name that is present counts.
 NAMES = {
     "heads": "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
-    "decoder_attention_heads",
+    "decoder_attention_heads resampler_n_heads",
     "kv_heads": "num_key_value_heads num_kv_heads n_head_kv multi_query_group_num",
-    "head_dim": "head_dim d_kv kv_channels attention_head_size",
+    "head_dim": "head_dim d_kv kv_channels attention_head_size resampler_head_dim",
     "rotary_width": "rotary_dim",
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -39,7 +40,8 @@ _LAYERS_OF_SIDES = {
     side: (f"{side}_layers", f"num_{side}_layers") for side in ("encoder", "decoder")
 }
 _TOWERS = ("text_config", "vision_config", "audio_config")
-_SHARES = ("partial_rotary_factor", "rotary_pct")  # rotated share of head_dim
+_SHARES = ("rotary_pct", "partial_rotary_factor")  # rotated share of head_dim
+_THETAS = ("rotary_emb_base", "global_rope_theta")  # in older files, beside rope_theta
 _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
 
 _ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # layers without a window do not rotate
@@ -273,7 +275,7 @@ def _read_counts(fields: ConfigFields) -> Sizes:
     head_dim, rotation = read_head_dim(fields, sizes), rotary_section_of_layer(fields, 0)
     if head_dim and fields.section("pruned_heads"):
         sizes = {"head_dim": head_dim}  # each layer has heads of its own number
-    shares = (fields.number(n) if n in fields else rotation.number(n) for n in _SHARES)
+    shares = (part.number(n) for n in _SHARES for part in (rotation, fields))
     share = next((share for share in shares if share is not None and 0 < share <= 1), None)
     if share is not None and head_dim and "rotary_width" not in sizes:
         sizes["rotary_width"] = int(head_dim * share)
@@ -286,9 +288,14 @@ def _read_first_count(fields: ConfigFields, names: Iterable[str]) -> int | None:
 
 
 def text_config(config: Config) -> ConfigFields:
-    """Return the section of the language model in a config of several models, else all of it."""
+    """Return the section of the language model in a config of several models, else all of it.
+
+    What the section leaves out has the default of its model_type's class.
+    """
     fields = ConfigFields.wrap(config)
-    return fields.section("text_config") or fields
+    fields = fields.section("text_config") or fields
+    missing = DEFAULTS.get(fields.text("model_type") or "", {})
+    return ConfigFields({**missing, **fields}, origin=fields.origin) if missing else fields
 
 
 def rotary_section_of_layer(config: Config, layer: int) -> ConfigFields:
@@ -298,7 +305,15 @@ def rotary_section_of_layer(config: Config, layer: int) -> ConfigFields:
     empty = ConfigFields({}, origin=fields.origin)
     rotary = next((section for section in sections if section is not None), empty)
     kind = _layer_value(fields, "layer_types", layer) or "full_attention"
-    return rotary.section(kind) or rotary if isinstance(rotary.get(kind), dict) else rotary
+    if isinstance(rotary.get(kind), dict):
+        return rotary.section(kind) or rotary
+    name = fields.text("model_type") or ""
+    if kind == "sliding_attention" and name in LOCAL_THETAS:
+        field, theta = LOCAL_THETAS[name]
+        scaling = rotary if name == "modernbert" else {}
+        theta = fields.number(field) or theta
+        return ConfigFields({**scaling, "rope_theta": theta}, origin=fields.origin)
+    return rotary
 
 
 def layer_attends(config: Config, layer: int) -> bool:
@@ -317,6 +332,8 @@ def layer_rotates(config: Config, layer: int) -> bool | None:
     if fields.layer_values("no_rope_layers"):
         rotates = _layer_value(fields, "no_rope_layers", layer)
         return None if rotates is None else bool(rotates)  # 1 means rotary, in spite of the name
+    if interval := fields.count("no_rope_layer_interval"):
+        return (layer + 1) % interval != 0
     kinds, windows = fields.layer_values("layer_types"), fields.get("sliding_window")
     if fields.text("model_type") in _ROTATE_IN_WINDOWS and windows and kinds:
         kind = _layer_value(fields, "layer_types", layer)
@@ -379,8 +396,8 @@ def layout_name(config: Config) -> str | None:
     """Return the name of the layout of this model's files; None for an unknown model_type."""
     fields = ConfigFields.wrap(config)
     while (kind := fields.text("model_type")) not in _KNOWN and "text_config" in fields:
-        section = text_config(fields)
-        if section is fields:
+        section = fields.section("text_config")
+        if section is None:
             break
         fields = section
     if kind == "falcon":
@@ -418,6 +435,7 @@ _FORMS = {
     "position_embeddings_type": "score_bias",
     "use_qk_norm": "qk_norm",
     "qk_layernorm": "qk_norm",
+    "use_prompt": "prompts",
 }
 
 
@@ -426,7 +444,7 @@ def find_config_contradiction(config: Config, function: AttentionSpec, sizes: Si
     for name, value in _find_contradictions(text_config(config), function, sizes):
         is_argument = name == "rotary_width" and name not in read_stated_counts(config)
         origin = "the argument says" if is_argument else "the config says"
-        return f"{name}: {function.words()[name]}; {origin} {value}"
+        return f"{name}: {function.words().get(name, 'none')}; {origin} {value}"
     return None
 
 
@@ -467,8 +485,10 @@ def _find_contradictions(
     for section in (fields, fields.section("attn_config") or ConfigFields({})):
         if section.number("clip_qkv") and function.clip is ABSENT:
             yield "clip", f"clip_qkv {section['clip_qkv']}"
+        if section.number("softmax_scale") and function.scale is not FROM_CONFIG:
+            yield "scale", f"softmax_scale {section['softmax_scale']}"
     for name, value in find_stated_forms(fields):
-        if getattr(function, name) is ABSENT:
+        if getattr(function, name, ABSENT) is ABSENT:
             yield name, value
     width = sizes.get("rotary_width", head_dim)
     if function.rotation and not function.is_rotary_width_open and width != head_dim:
@@ -590,8 +610,18 @@ def _read_of_model_type(function: AttentionSpec, fields: ConfigFields) -> dict[s
 
 
 def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRule:
+    if "patch_size" in fields:
+        raise OptionError(
+            saw=f"a rotation in {fields.origin}, and patch_size {fields['patch_size']}",
+            needed="a rotation by the place of a token: images may rotate by row and by column",
+            do="pass rotary=Rotary(...) if this model rotates by place; or use the model's class",
+        )
     rotary = rotary_section_of_layer(fields, layer)
     theta = rotary.number("rope_theta") or fields.number("rope_theta")
+    if not rotary and fields.text("model_type") in SCALED:
+        raise fields.field_error(
+            "rope_parameters", "a JSON object: the class has a scaled rotation"
+        )
     counts, scaling = read_stated_counts(fields), None
     if (kind := rotary_scaling_kind(rotary)) is not None:
         if kind not in _SCALINGS:
@@ -603,7 +633,7 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
         scaling = _SCALINGS[kind](rotary, fields)
     return replace(
         rule,
-        theta=theta or fields.number("rotary_emb_base") or 10_000.0,
+        theta=theta or next(filter(None, map(fields.number, _THETAS)), 10_000.0),
         width=counts.get("rotary_width", read_head_dim(fields, counts)),
         scaling=scaling,
     )
@@ -612,7 +642,7 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
 def rotary_scaling_kind(rotary: ConfigFields) -> str | None:
     """Return the name of the scaling in a rotary section; None for the usual frequencies."""
     kind = rotary.text("rope_type" if "rope_type" in rotary else "type")
-    return None if kind in (None, "", "default") else kind
+    return None if kind in (None, "", "default", "mrope") else kind
 
 
 def _read_original_length(rotary: ConfigFields, fields: ConfigFields) -> int:
