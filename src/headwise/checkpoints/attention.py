@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,7 @@ def attention_from_state(
             or a part of the function that neither layout, config nor options state.
     """
     _require_fitting_config(module, layout, config, sizes)
+    _require_text_part(module, config)
     stored = {local: state[name] for name, local in module.tensors.items()}
     if isinstance(layout.function.score_bias, BucketRule):
         layout = _add_shared_distance_table(layout, module, modules, stored, state)
@@ -116,6 +118,8 @@ def attention_from_state(
         stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
     given = {name: ABSENT for name in options if name in OPEN_FIELDS}
     spec = resolve(replace(layout.function, **given), config, layer=module.layer)
+    if "rotary" not in given:
+        _warn_of_sections(module, config)
     if isinstance(spec.score_bias, BucketRule) and module.place.role in ("encoder", "decoder"):
         is_encoder = module.place.role == "encoder"  # a decoder has no later keys to tell apart
         spec = replace(spec, score_bias=replace(spec.score_bias, bidirectional=is_encoder))
@@ -154,6 +158,28 @@ def _require_fitting_config(
             saw=f"{list_some(unread, MAX_NAMES)} in the attention of {layout.name}",
             needed=f"tensors that the layout has: {', '.join(layout.tensors)}",
             do="use the model's own class: a layer without these tensors computes something else",
+        )
+
+
+def _warn_of_sections(module: NamedModule, config: Config) -> None:
+    """Warn of a rotation by three positions of each token, which only differ beside images."""
+    if sections := config_json.rotary_section_of_layer(config, module.layer).get("mrope_section"):
+        message = (
+            f"the rotation of {module.prefix} has mrope_section {sections}: channels turn by time, "
+            "row and column of a token. The layer turns all by one position, as in text without "
+            "images"
+        )
+        warnings.warn(message, stacklevel=4)
+
+
+def _require_text_part(module: NamedModule, config: Config) -> None:
+    """Raise OptionError for a module of another part than the text model that the config names."""
+    part = config_json.find_other_part(config, module.prefix)
+    if part is not None:
+        raise OptionError(
+            saw=f"{module.prefix}, where the config has {part} beside text_config",
+            needed="an attention of the text model: the function of other parts is not read",
+            do=f"pass config=... with the fields of {part} and its model_type, or layout=...",
         )
 
 
@@ -245,6 +271,8 @@ def _add_shared_distance_table(
     """Add T5's table of distances, which one module stores for all, or MPNet outside of them."""
     place = module.place
     local = next((n for n, p in layout.patterns.items() if p.tensors == ("distances",)), None)
+    if local is not None and local in stored:  # UMT5 has a table in each layer
+        return layout
     if local is not None:
         tables = [
             name

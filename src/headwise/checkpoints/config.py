@@ -41,7 +41,7 @@ _LAYERS_OF_SIDES = {
 }
 _TOWERS = ("text_config", "vision_config", "audio_config")
 _SHARES = ("rotary_pct", "partial_rotary_factor")  # rotated share of head_dim
-_THETAS = ("rotary_emb_base", "global_rope_theta")  # in older files, beside rope_theta
+_THETAS = ("rotary_emb_base", "global_rope_theta", "rope_theta")  # in older files
 _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
 
 _ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # layers without a window do not rotate
@@ -298,6 +298,15 @@ def text_config(config: Config) -> ConfigFields:
     return ConfigFields({**missing, **fields}, origin=fields.origin) if missing else fields
 
 
+def find_other_part(config: Config, prefix: str) -> str | None:
+    """Return the section of another part than the text model that a module's names name."""
+    if "text_config" not in config or config.get("model_type") in _KNOWN:
+        return None
+    parts = (n for n, part in config.items() if n.endswith("_config") and isinstance(part, dict))
+    words = {name: name.removesuffix("_config") for name in parts if name != "text_config"}
+    return next((name for name, word in words.items() if word in prefix), None)
+
+
 def rotary_section_of_layer(config: Config, layer: int) -> ConfigFields:
     """Return the rotary section that applies to a layer; empty where the config has none."""
     fields = text_config(config)
@@ -350,11 +359,17 @@ def attention_window(config: Config, layer: int) -> int | None:
         OptionError: the config has a window, and does not say which layers have it.
     """
     fields = text_config(config)
-    size = fields.count("sliding_window") or fields.count("window_size")
-    size = size or fields.count("local_attention")
-    if size is None or not fields.flag("use_sliding_window", default=True):
-        return None
     kinds = fields.layer_values("layer_types") or fields.layer_values("attention_layers")
+    if not fields.flag("use_sliding_window", default=True):
+        if "sliding_attention" in kinds[layer : layer + 1]:
+            raise fields.field_error(
+                "use_sliding_window", f"true, for layer_types of layer {layer}"
+            )
+        return None
+    names = ("sliding_window", "window_size", "local_attention")
+    size = next(filter(None, map(fields.count, names)), None)
+    if size is None:
+        return None
     if layer < len(kinds) and kinds[layer] in ("full_attention", "global"):
         return None
     if "local_attention" not in fields:  # that window is centred: half on each side
@@ -433,6 +448,7 @@ _FORMS = {
     "use_shared_relative_position_bias": "score_bias",
     "use_relative_position_embeddings": "score_bias",
     "position_embeddings_type": "score_bias",
+    "pos_att_type": "score_bias",
     "use_qk_norm": "qk_norm",
     "qk_layernorm": "qk_norm",
     "use_prompt": "prompts",
@@ -617,7 +633,6 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
             do="pass rotary=Rotary(...) if this model rotates by place; or use the model's class",
         )
     rotary = rotary_section_of_layer(fields, layer)
-    theta = rotary.number("rope_theta") or fields.number("rope_theta")
     if not rotary and fields.text("model_type") in SCALED:
         raise fields.field_error(
             "rope_parameters", "a JSON object: the class has a scaled rotation"
@@ -633,7 +648,8 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
         scaling = _SCALINGS[kind](rotary, fields)
     return replace(
         rule,
-        theta=theta or next(filter(None, map(fields.number, _THETAS)), 10_000.0),
+        theta=rotary.number("rope_theta")
+        or next(filter(None, map(fields.number, _THETAS)), 10_000.0),
         width=counts.get("rotary_width", read_head_dim(fields, counts)),
         scaling=scaling,
     )

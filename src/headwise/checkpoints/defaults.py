@@ -14,7 +14,7 @@ _THETAS = {
     2_000_000.0: "smollm3",
 }
 _ROTATED_SHARES = {0.25: "gpt_neox qwen3_next stablelm", 0.5: "glm glm4 nemotron persimmon phi"}
-_WINDOWS = {4096: "cohere2 gemma2 gemma3_text mistral olmo3", 256: "gpt_neo"}
+_WINDOWS = {4096: "cohere2 gemma2 gemma3_text mistral olmo3"}
 _FACTORS = {
     "attention_multiplier": {1.0: "granite granitemoe granitemoeshared"},
     "query_pre_attn_scalar": {256: "gemma2 gemma3_text"},
@@ -22,8 +22,11 @@ _FACTORS = {
     "rms_norm_eps": {1e-5: "chameleon hunyuan_v1_dense olmo2 olmo3"},
     "layer_norm_eps": {1e-5: "cohere persimmon phi stablelm"},
     "norm_eps": {1e-5: "lfm2"},
+    "window_size": {256: "gpt_neo"},
     "head_dim": {128: "glm glm4"},
+    "position_embedding_type": {"absolute": "esm"},
     "no_rope_layer_interval": {4: "smollm3"},
+    "rotary_emb_base": {10_000.0: "gpt_neox"},
     "global_rope_theta": {160_000.0: "modernbert"},
 }
 _FIELDS: dict[str, dict[Any, str]] = {
