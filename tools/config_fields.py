@@ -204,7 +204,7 @@ class _Folder:
 
     def layers(self, values: Config) -> dict[str, tuple[Attention | HeadwiseError, Call]]:
         """Store a model with this config; return its attentions, as loaded and as they ran."""
-        config = self.kind.config_class.from_dict(copy.deepcopy(values))
+        config = classes.config_class(values["model_type"]).from_dict(copy.deepcopy(values))
         model = self.kind._from_config(config, attn_implementation="eager").float().eval()
         _fill(model)
         if (shapes := {n: x.shape for n, x in model.state_dict().items()}) != self._shapes:

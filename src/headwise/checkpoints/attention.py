@@ -116,7 +116,7 @@ def attention_from_state(
         layout = _add_shared_distance_table(layout, module, modules, stored, state)
     if dtype is not None:
         stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
-    given = {name: ABSENT for name in options if name in OPEN_FIELDS}
+    given: dict[str, Any] = dict.fromkeys(OPEN_FIELDS & options.keys(), ABSENT)
     spec = resolve(replace(layout.function, **given), config, layer=module.layer)
     if "rotary" not in given:
         _warn_of_sections(module, config)

@@ -318,9 +318,9 @@ def rotary_section_of_layer(config: Config, layer: int) -> ConfigFields:
         return rotary.section(kind) or rotary
     name = fields.text("model_type") or ""
     if kind == "sliding_attention" and name in LOCAL_THETAS:
-        field, theta = LOCAL_THETAS[name]
+        field, usual = LOCAL_THETAS[name]
         scaling = rotary if name == "modernbert" else {}
-        theta = fields.number(field) or theta
+        theta = fields.number(field) or usual
         return ConfigFields({**scaling, "rope_theta": theta}, origin=fields.origin)
     return rotary
 
@@ -503,9 +503,9 @@ def _find_contradictions(
             yield "clip", f"clip_qkv {section['clip_qkv']}"
         if section.number("softmax_scale") and function.scale is not FROM_CONFIG:
             yield "scale", f"softmax_scale {section['softmax_scale']}"
-    for name, value in find_stated_forms(fields):
+    for name, form in find_stated_forms(fields):
         if getattr(function, name, ABSENT) is ABSENT:
-            yield name, value
+            yield name, form
     width = sizes.get("rotary_width", head_dim)
     if function.rotation and not function.is_rotary_width_open and width != head_dim:
         yield "rotary_width", f"{width} of {head_dim}"

@@ -6,16 +6,19 @@ from what `headwise.checkpoints.config` takes for a missing field; `tools/config
 
 from typing import Any
 
-_THETAS = {
+_THETAS: dict[Any, str] = {
     25_000.0: "fuyu",
     100_000.0: "helium",
     500_000.0: "cohere ernie4_5 ernie4_5_moe olmo3 qwen3_vl_text",
     1_000_000.0: "gemma3_text lfm2 mixtral phimoe qwen2_5_vl_text qwen2_vl_text",
     2_000_000.0: "smollm3",
 }
-_ROTATED_SHARES = {0.25: "gpt_neox qwen3_next stablelm", 0.5: "glm glm4 nemotron persimmon phi"}
-_WINDOWS = {4096: "cohere2 gemma2 gemma3_text mistral olmo3"}
-_FACTORS = {
+_ROTATED_SHARES: dict[Any, str] = {
+    0.25: "gpt_neox qwen3_next stablelm",
+    0.5: "glm glm4 nemotron persimmon phi",
+}
+_WINDOWS: dict[Any, str] = {4096: "cohere2 gemma2 gemma3_text mistral olmo3"}
+_FACTORS: dict[str, dict[Any, str]] = {
     "attention_multiplier": {1.0: "granite granitemoe granitemoeshared"},
     "query_pre_attn_scalar": {256: "gemma2 gemma3_text"},
     "attn_logit_softcapping": {50.0: "gemma2"},

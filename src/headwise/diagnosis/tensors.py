@@ -64,8 +64,10 @@ def _build_float64_layers(
     modules = find_modules(layout, state)
     for module in modules:
         described = layout_in_layer(layout, config, module.layer)
+        shapes = {local: tuple(state[name].shape) for name, local in module.tensors.items()}
+        sizes = layout.sizes(shapes, counts)
         layer = attention_from_state(
-            module, modules, state, described, config, dict(counts), dtype=torch.float64
+            module, modules, state, described, config, sizes, dtype=torch.float64
         )
         yield module.prefix, layer.eval(), [state[name].dtype for name in module.tensors]
 
