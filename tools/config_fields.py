@@ -44,7 +44,8 @@ CLOSE = 1e-4  # share of the largest output: float32 in another order gives 1e-6
 MODULES = 3  # of each role
 PARTS = ("attn_config",)
 ROTARY = "rope_parameters"
-WINDOW = 5
+WINDOW = 5  # shorter than the text, as twice as much is
+WINDOWS = ("sliding_window", "window_size")
 # Fields outside of attention, and those that every config has.
 SKIPPED = re.compile(
     r".*(dropout|drop_path|drop_rate|layerdrop|token_id|token_index|_init|initializer|_std|loss"
@@ -73,7 +74,7 @@ ALTERNATIVES: dict[str, tuple[Any, ...]] = {
     "rotary_dim": (8,),
     "partial_rotary_factor": (0.5,),
     "rotary_pct": (0.5,),
-    "relative_attention_num_buckets": (8,),
+    "relative_attention_num_buckets": (8, 48),
     "relative_attention_max_distance": (9,),
     "max_relative_positions": (4,),
 }
@@ -95,10 +96,10 @@ SCALINGS: tuple[Config, ...] = (
 
 @dataclass
 class Row:
-    """What the table says of a model type: how many changes were equal, refused or lost."""
+    """What the table says of a model type: the changes that were equal, refused or lost."""
 
     model_type: str
-    equal: int = 0
+    equal: list[str] = field(default_factory=list)
     not_run: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)  # refused, and moves nothing
@@ -106,7 +107,7 @@ class Row:
     reason: str = ""  # why the type was not tried
 
     def __str__(self) -> str:
-        counts = f"{self.equal:4} {len(self.refused):4} {len(self.lost):4} {self.not_run:4}"
+        counts = f"{len(self.equal):4} {len(self.refused):4} {len(self.lost):4} {self.not_run:4}"
         return f"{self.model_type:30} {counts}  {self.reason}".rstrip()
 
 
@@ -130,17 +131,17 @@ def _layout_of(model_type: str) -> str | None:
     return None
 
 
-def tried(model_type: str) -> Row:
-    """The row of a model type."""
+def tried(model_type: str, *fields: str) -> Row:
+    """The row of a model type, of all fields or of those that begin so."""
     row = Row(model_type)
     try:
-        _try_fields(row)
+        _try_fields(row, fields or ("",))
     except (*ERRORS, HeadwiseError) as error:
         row.reason = f"{type(error).__name__}: {error}".partition("\n")[0][:150]
     return row
 
 
-def _try_fields(row: Row) -> None:
+def _try_fields(row: Row, fields: tuple[str, ...]) -> None:
     kind = classes.model_class(row.model_type)
     found = None if kind is None else trial.model_and_inputs(kind, trial.Row(row.model_type, None))
     if kind is None or found is None or row.model_type in OTHER_MASKS:
@@ -149,6 +150,7 @@ def _try_fields(row: Row) -> None:
     model, given = found
     given = {name: value for name, value in given.items() if "attention_mask" not in name}
     values = json.loads(model.config.to_json_string())
+    values |= {name: 2 * (WINDOW - 1) for name in WINDOWS if values.get(name)}
     with TemporaryDirectory() as name:
         usual = _Folder(Path(name), kind, given)
         loaded = usual.layers(values)
@@ -164,8 +166,10 @@ def _try_fields(row: Row) -> None:
             else:
                 row.lost.append(f"as it is: {wrong[0]} of {len(loaded)}")
             return
-        row.equal += not errors
+        row.equal += [] if errors else ["as it is"]
         for label, changed in changes(values):
+            if not label.startswith(fields):
+                continue
             _try_change(row, usual, loaded, label, changed)
 
 
@@ -191,7 +195,7 @@ def _try_change(
         if before and not isinstance(before[0], HeadwiseError):
             row.idle += [label] * _gives(before[0], loaded[prefix][1])
     else:
-        row.equal += 1
+        row.equal.append(label)
 
 
 class _Folder:

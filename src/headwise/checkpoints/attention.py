@@ -87,6 +87,11 @@ def load_attention(
             needed="the theta of the rotation, which no tensor holds",
             do="pass rotary=Rotary(theta=...) with the model's theta, or config=...",
         )
+    sections = config_json.rotary_section_of_layer(stated, module.layer).get("mrope_section")
+    if sections and "rotary" not in options:
+        message = f"{module.prefix} turns by time, row and column of a token, mrope_section"
+        rest = "the layer turns by one position, which is right for text without images"
+        warnings.warn(f"{message} {sections}; {rest}", stacklevel=3)
     return attention_from_state(module, modules, source, described, stated, sizes, **options)
 
 
@@ -110,7 +115,6 @@ def attention_from_state(
             or a part of the function that neither layout, config nor options state.
     """
     _require_fitting_config(module, layout, config, sizes)
-    _require_text_part(module, config)
     stored = {local: state[name] for name, local in module.tensors.items()}
     if isinstance(layout.function.score_bias, BucketRule):
         layout = _add_shared_distance_table(layout, module, modules, stored, state)
@@ -118,8 +122,6 @@ def attention_from_state(
         stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
     given: dict[str, Any] = dict.fromkeys(OPEN_FIELDS & options.keys(), ABSENT)
     spec = resolve(replace(layout.function, **given), config, layer=module.layer)
-    if "rotary" not in given:
-        _warn_of_sections(module, config)
     if isinstance(spec.score_bias, BucketRule) and module.place.role in ("encoder", "decoder"):
         is_encoder = module.place.role == "encoder"  # a decoder has no later keys to tell apart
         spec = replace(spec, score_bias=replace(spec.score_bias, bidirectional=is_encoder))
@@ -127,12 +129,9 @@ def attention_from_state(
         spec = replace(spec, rotary=replace(spec.rotation, width=sizes["rotary_width"]))
     _require_whole_function(module, spec, config)
     stated = options_of_spec(spec)
-    described = vars(layout.function)
-    read = {
-        name: getattr(spec, name)
-        for name in ("score_bias", "qk_norm", "clip")  # forms that a layer may lack
-        if described[name] is FROM_CONFIG and name not in given
-    }
+    forms = ("score_bias", "qk_norm", "clip")  # that a layer may lack
+    left = (n for n in forms if getattr(layout.function, n) is FROM_CONFIG and n not in given)
+    read: dict[str, Any] = {name: getattr(spec, name) for name in left}
     return Attention.from_layout(
         stored,
         layout=replace(layout, function=replace(layout.function, **read)),
@@ -145,7 +144,7 @@ def attention_from_state(
 def _require_fitting_config(
     module: NamedModule, layout: Layout, config: Config, sizes: Sizes
 ) -> None:
-    """Raise OptionError if the config contradicts the layout, or a tensor has no reader."""
+    """Raise OptionError for a config of another layout or part, or a tensor without a reader."""
     problem = config_json.find_config_contradiction(config, layout.function, sizes)
     if problem is not None:
         raise OptionError(
@@ -159,27 +158,11 @@ def _require_fitting_config(
             needed=f"tensors that the layout has: {', '.join(layout.tensors)}",
             do="use the model's own class: a layer without these tensors computes something else",
         )
-
-
-def _warn_of_sections(module: NamedModule, config: Config) -> None:
-    """Warn of a rotation by three positions of each token, which only differ beside images."""
-    if sections := config_json.rotary_section_of_layer(config, module.layer).get("mrope_section"):
-        message = (
-            f"the rotation of {module.prefix} has mrope_section {sections}: channels turn by time, "
-            "row and column of a token. The layer turns all by one position, as in text without "
-            "images"
-        )
-        warnings.warn(message, stacklevel=4)
-
-
-def _require_text_part(module: NamedModule, config: Config) -> None:
-    """Raise OptionError for a module of another part than the text model that the config names."""
-    part = config_json.find_other_part(config, module.prefix)
-    if part is not None:
+    if part := config_json.find_other_part(config, module.prefix):
         raise OptionError(
             saw=f"{module.prefix}, where the config has {part} beside text_config",
             needed="an attention of the text model: the function of other parts is not read",
-            do=f"pass config=... with the fields of {part} and its model_type, or layout=...",
+            do=f"pass config=... with the fields of {part} and its model_type",
         )
 
 
@@ -269,23 +252,17 @@ def _add_shared_distance_table(
     state: Mapping[str, Tensor],
 ) -> Layout:
     """Add T5's table of distances, which one module stores for all, or MPNet outside of them."""
-    place = module.place
-    local = next((n for n, p in layout.patterns.items() if p.tensors == ("distances",)), None)
-    if local is not None and local in stored:  # UMT5 has a table in each layer
+    place, texts = module.place, {**layout.tensors, **layout.outside}
+    local = next(name for name, text in texts.items() if text.startswith("distances:"))
+    if local in stored:  # UMT5 has a table in each layer
         return layout
-    if local is not None:
-        tables = [
-            name
-            for other in modules
-            if other.place.role == place.role and other.place.root == place.root
-            for name, inner in other.tensors.items()
-            if inner == local
-        ]
+    if local in layout.outside:
+        at = {n: locate_weight_outside_attention(layout, n, [place.root]) for n in state}
+        tables = [name for name, match in at.items() if match and match[0] == local]
+        layout = replace(layout, tensors={**layout.tensors, local: texts[local]})
     else:
-        local = next(n for n, text in layout.outside.items() if text.startswith("distances:"))
-        found = {n: locate_weight_outside_attention(layout, n, [place.root]) for n in state}
-        tables = [name for name, match in found.items() if match and match[0] == local]
-        layout = replace(layout, tensors={**layout.tensors, local: layout.outside[local]})
+        near = [m for m in modules if (m.place.role, m.place.root) == (place.role, place.root)]
+        tables = [name for m in near for name, inner in m.tensors.items() if inner == local]
     if tables:
         stored[local] = state[tables[0]]
         return layout

@@ -320,8 +320,8 @@ def rotary_section_of_layer(config: Config, layer: int) -> ConfigFields:
     if kind == "sliding_attention" and name in LOCAL_THETAS:
         field, usual = LOCAL_THETAS[name]
         scaling = rotary if name == "modernbert" else {}
-        theta = fields.number(field) or usual
-        return ConfigFields({**scaling, "rope_theta": theta}, origin=fields.origin)
+        local = {**scaling, "rope_theta": fields.number(field) or usual}
+        return ConfigFields(local, origin=fields.origin)
     return rotary
 
 
@@ -362,9 +362,7 @@ def attention_window(config: Config, layer: int) -> int | None:
     kinds = fields.layer_values("layer_types") or fields.layer_values("attention_layers")
     if not fields.flag("use_sliding_window", default=True):
         if "sliding_attention" in kinds[layer : layer + 1]:
-            raise fields.field_error(
-                "use_sliding_window", f"true, for layer_types of layer {layer}"
-            )
+            raise fields.field_error("use_sliding_window", "true, as layer_types needs it")
         return None
     names = ("sliding_window", "window_size", "local_attention")
     size = next(filter(None, map(fields.count, names)), None)
@@ -388,10 +386,7 @@ def window_sides(config: Config, layer: int) -> tuple[int, int | None] | None:
     """Return the keys before and after a query that it may attend to; None without a window.
 
     Gemma 3 with ``use_bidirectional_attention`` sees half of ``sliding_window`` to each side: its
-    class halves the number of the file.
-
-    Raises:
-        OptionError: see `attention_window`.
+    class halves the number of the file. Errors are those of `attention_window`.
     """
     size, fields = attention_window(config, layer), text_config(config)
     if size is None:
@@ -585,7 +580,7 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
         eps = next((number for number in epsilons if number is not None), 1e-6)
         norm = replace(norm, eps=eps)
     stated["qk_norm"] = norm
-    if isinstance(function.score_bias, spec.BucketRule):
+    if function.buckets and function.buckets.buckets is FROM_CONFIG:
         stated["score_bias"] = spec.BucketRule(
             buckets=fields.count("relative_attention_num_buckets") or 32,
             max_distance=fields.count("relative_attention_max_distance") or 128,
@@ -634,9 +629,7 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
         )
     rotary = rotary_section_of_layer(fields, layer)
     if not rotary and fields.text("model_type") in SCALED:
-        raise fields.field_error(
-            "rope_parameters", "a JSON object: the class has a scaled rotation"
-        )
+        raise fields.field_error("rope_parameters", "a JSON object, which has the scaling")
     counts, scaling = read_stated_counts(fields), None
     if (kind := rotary_scaling_kind(rotary)) is not None:
         if kind not in _SCALINGS:

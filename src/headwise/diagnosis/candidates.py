@@ -118,13 +118,9 @@ def _match_layout(
     outside = (places.locate_weight_outside_attention(layout, name, roots) for name in headers)
     around = sum(place is not None for place in outside)
     sentences = tuple(fault for _, faults in checked for fault in faults)
-    like = replace_numbers_with_layer_slots(first.prefix)
-    heads = [
-        own[0]["heads"]
-        for module, own in fitting
-        if len(own) == 1 and replace_numbers_with_layer_slots(module.prefix) == like
-    ]
-    reasons = _describe_match_reasons(sound, fits, heads if len({*heads}) > 1 else [])
+    heads = [own[0]["heads"] for module, own in fitting if module.stack == first.stack]
+    is_even = len({*heads}) == 1 or len(fits) > 1
+    reasons = _describe_match_reasons(sound, fits, [] if is_even else heads)
     return CandidateLayout(layout, sound, fits, reasons, around, sentences)
 
 
