@@ -572,14 +572,13 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
     if function.softcap is not ABSENT:
         softcap = fields.number("attn_logit_softcapping")
         stated["softcap"] = spec.Softcap(softcap) if softcap else ABSENT
-    norm = function.qk_norm
+    stated["qk_norm"] = norm = function.qk_norm
     if norm is FROM_CONFIG and "qk_layernorm" in fields:
-        norm = spec.NormRule("layer") if fields.flag("qk_layernorm") else ABSENT
+        stated["qk_norm"] = norm = spec.NormRule("layer") if fields["qk_layernorm"] else ABSENT
     if isinstance(norm, spec.NormRule):
         epsilons = (fields.number(name) for name in _EPS)
         eps = next((number for number in epsilons if number is not None), 1e-6)
-        norm = replace(norm, eps=eps)
-    stated["qk_norm"] = norm
+        stated["qk_norm"] = replace(norm, eps=eps)
     if function.buckets and function.buckets.buckets is FROM_CONFIG:
         stated["score_bias"] = spec.BucketRule(
             buckets=fields.count("relative_attention_num_buckets") or 32,
@@ -607,17 +606,12 @@ def _read_of_model_type(function: AttentionSpec, fields: ConfigFields) -> dict[s
 
     A score bias or a norm that a config may state (`_FORMS`) is absent where it does not.
     """
-    name = layout_name(fields)
-    if name is None:
+    if (name := layout_name(fields)) is None:
         return {}
     known = vars(registry.layout(name).function)
     stated = {n: known[n] for n, value in vars(function).items() if value is FROM_CONFIG}
     absent = {*_FORMS.values()} - {part for part, _ in find_stated_forms(fields)}
-    return {
-        n: ABSENT if value is FROM_CONFIG else value
-        for n, value in stated.items()
-        if value is not FROM_CONFIG or n in absent
-    }
+    return {n: x or ABSENT for n, x in stated.items() if x is not FROM_CONFIG or n in absent}
 
 
 def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRule:
