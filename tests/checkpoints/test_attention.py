@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from headwise.checkpoints.config import layout_name
 from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.source import open_source
 from headwise.errors import CheckpointError, DTypeError, OptionError
+from headwise.function.spec import FROM_CONFIG, AttentionSpec
+from headwise.layouts.registry import layout
 from tests.layouts.real import Real, assert_gives, inputs, sharpen
 
 SINGLE = torch.finfo(torch.float32).eps  # transformers takes angles and the softmax in float32
@@ -256,3 +259,45 @@ def test_layers_that_are_not_there(tmp_path: Path) -> None:
     )
     with pytest.raises(OptionError, match="quantised by AWQ or GPTQ"):
         load_attention(quantised)
+
+
+def test_a_tensor_of_the_module_that_nothing_reads_is_refused_by_name(tmp_path: Path) -> None:
+    model, _, _ = bert()
+    prefix = "encoder.layer.0.attention.self."
+    table = {f"{prefix}relative_position_bias_table": torch.zeros(25, 6)}  # as in Swin
+    save_file(model.state_dict() | table, tmp_path / "a.safetensors")
+    (tmp_path / "config.json").write_text(model.config.to_json_string())
+    with pytest.raises(
+        OptionError, match=r"layer\.0\.attention\.self\.relative_position_bias_table"
+    ):
+        load_attention(tmp_path)
+    assert load_attention(tmp_path, layer=1).num_heads == 6
+
+
+def test_a_part_of_the_function_that_nothing_states_is_refused_by_name(tmp_path: Path) -> None:
+    model, _, _ = llama(tie_word_embeddings=False)
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    given = {"layout": replace(layout("llama"), function=AttentionSpec(score_bias=FROM_CONFIG))}
+    given |= {"heads": 6, "kv_heads": 2, "config": {"model_type": "mine"}}
+    with pytest.raises(OptionError, match=r"score_bias of .*, which has no field that headwise"):
+        load_attention(tmp_path, **given)
+    assert load_attention(tmp_path, **given, score_bias=None).score_bias is None
+
+
+def test_a_rotation_in_sections_is_said(tmp_path: Path) -> None:
+    model, _, _ = llama(rope_parameters={"rope_type": "default", "rope_theta": 700.0})
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "qwen3_vl_text"}
+    config["rope_parameters"] |= {"mrope_section": [2, 2, 1]}
+    with pytest.warns(UserWarning, match=r"time, row and column .* mrope_section \[2, 2, 1\]"):
+        layer = load_attention(tmp_path, layout="llama", config=config)
+    assert layer.rotary == Rotary(theta=700.0, width=10)
+
+
+def test_a_module_of_another_part_than_the_text_model_is_refused(tmp_path: Path) -> None:
+    model, _, _ = llama()
+    tensors = {f"vision_tower.{name}": x.clone() for name, x in model.state_dict().items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    config = {"text_config": model.config.to_dict(), "vision_config": {}}
+    with pytest.raises(OptionError, match="the config has vision_config beside text_config"):
+        load_attention(tmp_path, config=config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,18 @@ from headwise.checkpoints.config import Config, layout_in_layer, resolve
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import OptionError
-from headwise.function.spec import ABSENT, BucketRule
+from headwise.function.spec import ABSENT, FROM_CONFIG, OPEN_FIELDS, AttentionSpec, BucketRule
 from headwise.function.weights import State
 from headwise.layers.attention import Attention
 from headwise.layers.conversion import options_of_spec
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import NamedModule, find_modules
+from headwise.layouts.modules import (
+    NamedModule,
+    find_modules,
+    find_unlisted_tensors_of_module,
+    locate_weight_outside_attention,
+)
 from headwise.layouts.pattern import Sizes
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.text import list_some
@@ -75,32 +81,18 @@ def load_attention(
     shapes = {local: source.headers[name].shape for name, local in module.tensors.items()}
     sizes = stored.sizes(shapes, opened.known)
     described = layout_in_layer(stored, stated, module.layer)
-    _require_fitting_config(module, source, described, stated, sizes, options)
-    return attention_from_state(module, modules, source, described, stated, sizes, **options)
-
-
-def _require_fitting_config(
-    module: NamedModule,
-    source: CheckpointSource,
-    layout: Layout,
-    config: Config,
-    sizes: Sizes,
-    options: Mapping[str, Any],
-) -> None:
-    """Raise OptionError if the config contradicts the layout, or is missing and needed."""
-    problem = config_json.find_config_contradiction(config, layout.function, sizes)
-    if problem is not None:
+    if described.function.rotary and not stated and "rotary" not in options:
         raise OptionError(
-            saw=f"{module.prefix} in {source.path}: the layout has {problem}",
-            needed="a layout and a config of the same model",
-            do="pass the layout=... or the config=... of this model",
-        )
-    if layout.function.rotary and not config and "rotary" not in options:
-        raise OptionError(
-            saw=f"{source.path} has rotary {layout.name} attention and no config",
+            saw=f"{source.path} has rotary {stored.name} attention and no config",
             needed="the theta of the rotation, which no tensor holds",
             do="pass rotary=Rotary(theta=...) with the model's theta, or config=...",
         )
+    sections = config_json.rotary_section_of_layer(stated, module.layer).get("mrope_section")
+    if sections and "rotary" not in options:
+        message = f"{module.prefix} turns by time, row and column of a token, mrope_section"
+        rest = "the layer turns by one position, which is right for text without images"
+        warnings.warn(f"{message} {sections}; {rest}", stacklevel=3)
+    return attention_from_state(module, modules, source, described, stated, sizes, **options)
 
 
 def attention_from_state(
@@ -117,29 +109,74 @@ def attention_from_state(
     """Return the layer of one module of a model; its rotation has the pairing of the layout.
 
     ``layout`` is that of the layer, see `layout_in_layer`; ``options`` override the config's.
+
+    Raises:
+        OptionError: the config contradicts the layout; a tensor of the module that nothing reads;
+            or a part of the function that neither layout, config nor options state.
     """
+    _require_fitting_config(module, layout, config, sizes)
     stored = {local: state[name] for name, local in module.tensors.items()}
     if isinstance(layout.function.score_bias, BucketRule):
         layout = _add_shared_distance_table(layout, module, modules, stored, state)
     if dtype is not None:
         stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
-    function = layout.function
-    if "window" in options:  # the config need not tell which layers have one
-        function = replace(function, window=ABSENT)
-    spec = resolve(function, config, layer=module.layer)
-    if isinstance(spec.score_bias, BucketRule) and module.place.role == "decoder":
-        one_sided = replace(spec.score_bias, bidirectional=False)  # no later keys to tell apart
-        spec = replace(spec, score_bias=one_sided)
+    given: dict[str, Any] = dict.fromkeys(OPEN_FIELDS & options.keys(), ABSENT)
+    spec = resolve(replace(layout.function, **given), config, layer=module.layer)
+    if isinstance(spec.score_bias, BucketRule) and module.place.role in ("encoder", "decoder"):
+        is_encoder = module.place.role == "encoder"  # a decoder has no later keys to tell apart
+        spec = replace(spec, score_bias=replace(spec.score_bias, bidirectional=is_encoder))
     if spec.rotation is not None and "rotary_width" in sizes:
         spec = replace(spec, rotary=replace(spec.rotation, width=sizes["rotary_width"]))
+    _require_whole_function(module, spec, config)
     stated = options_of_spec(spec)
+    forms = ("score_bias", "qk_norm", "clip")  # that a layer may lack
+    left = (n for n in forms if getattr(layout.function, n) is FROM_CONFIG and n not in given)
+    read: dict[str, Any] = {name: getattr(spec, name) for name in left}
     return Attention.from_layout(
         stored,
-        layout=layout,
+        layout=replace(layout, function=replace(layout.function, **read)),
         num_heads=sizes["heads"],
         num_kv_heads=sizes.get("kv_heads"),
         **{**stated, **options},
     )
+
+
+def _require_fitting_config(
+    module: NamedModule, layout: Layout, config: Config, sizes: Sizes
+) -> None:
+    """Raise OptionError for a config of another layout or part, or a tensor without a reader."""
+    problem = config_json.find_config_contradiction(config, layout.function, sizes)
+    if problem is not None:
+        raise OptionError(
+            saw=f"{module.prefix} of {layout.name}: the layout has {problem}",
+            needed="a layout and a config of the same model",
+            do="pass the layout=... or the config=... of this model",
+        )
+    if unread := find_unlisted_tensors_of_module(module, layout):
+        raise OptionError(
+            saw=f"{list_some(unread, MAX_NAMES)} in the attention of {layout.name}",
+            needed=f"tensors that the layout has: {', '.join(layout.tensors)}",
+            do="use the model's own class: a layer without these tensors computes something else",
+        )
+    if part := config_json.find_other_part(config, module.prefix):
+        raise OptionError(
+            saw=f"{module.prefix}, where the config has {part} beside text_config",
+            needed="an attention of the text model: the function of other parts is not read",
+            do=f"pass config=... with the fields of {part} and its model_type",
+        )
+
+
+def _require_whole_function(module: NamedModule, spec: AttentionSpec, config: Config) -> None:
+    """Raise OptionError for a part of the function that nothing states."""
+    forms = dict(config_json.find_stated_forms(config))
+    for name, value in vars(spec).items():
+        if value is FROM_CONFIG and (name != "scale" or config):
+            stated = forms.get(name, "no field that headwise reads")
+            raise OptionError(
+                saw=f"{name} of {module.prefix} is left to the config, which has {stated}",
+                needed=f"{name} in a form that `Attention` has",
+                do=f"pass {name}=... of Attention, None if there is none; or use the model's class",
+            )
 
 
 def _select_layout(opened: Checkpoint, layout: str | Layout | None) -> Layout:
@@ -214,17 +251,25 @@ def _add_shared_distance_table(
     stored: State,
     state: Mapping[str, Tensor],
 ) -> Layout:
-    """Add T5's table of distances: the first layer of each side stores it for all its layers."""
-    local = next(n for n, pattern in layout.patterns.items() if pattern.tensors == ("distances",))
-    tables = (
-        name
-        for other in modules
-        if other.place.role == module.place.role and other.place.root == module.place.root
-        for name, inner in other.tensors.items()
-        if inner == local
-    )
-    table = next(tables, None)
-    if table is None:
-        return replace(layout, function=replace(layout.function, score_bias=ABSENT))
-    stored[local] = state[table]
-    return layout
+    """Add T5's table of distances, which one module stores for all, or MPNet outside of them."""
+    place, texts = module.place, {**layout.tensors, **layout.outside}
+    local = next(name for name, text in texts.items() if text.startswith("distances:"))
+    if local in stored:  # UMT5 has a table in each layer
+        return layout
+    if local in layout.outside:
+        at = {n: locate_weight_outside_attention(layout, n, [place.root]) for n in state}
+        tables = [name for name, match in at.items() if match and match[0] == local]
+        layout = replace(layout, tensors={**layout.tensors, local: texts[local]})
+    else:
+        near = [m for m in modules if (m.place.role, m.place.root) == (place.role, place.root)]
+        tables = [name for m in near for name, inner in m.tensors.items() if inner == local]
+    if tables:
+        stored[local] = state[tables[0]]
+        return layout
+    if place.role != "cross":  # which has none in T5
+        raise OptionError(
+            saw=f"{module.prefix} of {layout.name}, and no table of distances",
+            needed=f"{local}, of this module or of another that shares it",
+            do="give all tensors of the model",
+        )
+    return replace(layout, function=replace(layout.function, score_bias=ABSENT))

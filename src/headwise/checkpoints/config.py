@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headwise.checkpoints.defaults import DEFAULTS, LOCAL_THETAS, SCALED
 from headwise.checkpoints.source import require_no_pointer
 from headwise.errors import OptionError
 from headwise.function import spec
 from headwise.function.scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, RotaryRule
+from headwise.layouts import registry
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule
 from headwise.layouts.pattern import Sizes
@@ -28,9 +30,9 @@ _MAX_HEADS = 2**20  # heads or channels: detection may try every divisor of the 
 # count -> its names in a config, by spaces; the first name that is present counts.
 NAMES = {
     "heads": "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
-    "decoder_attention_heads",
+    "decoder_attention_heads resampler_n_heads",
     "kv_heads": "num_key_value_heads num_kv_heads n_head_kv multi_query_group_num",
-    "head_dim": "head_dim d_kv kv_channels attention_head_size",
+    "head_dim": "head_dim d_kv kv_channels attention_head_size resampler_head_dim",
     "rotary_width": "rotary_dim",
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -38,10 +40,12 @@ _LAYERS_OF_SIDES = {
     side: (f"{side}_layers", f"num_{side}_layers") for side in ("encoder", "decoder")
 }
 _TOWERS = ("text_config", "vision_config", "audio_config")
-_SHARES = ("partial_rotary_factor", "rotary_pct")  # rotated share of head_dim
+_SHARES = ("rotary_pct", "partial_rotary_factor")  # rotated share of head_dim
+_THETAS = ("rotary_emb_base", "global_rope_theta", "rope_theta")  # in older files
 _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
 
 _ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # layers without a window do not rotate
+_TWO_SIDED = ("gemma3", "gemma3_text")  # with use_bidirectional_attention
 _WINDOWS_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2")
 
 # model_type -> the layout of its files, where tensor names and shapes fit several layouts; those of
@@ -269,7 +273,9 @@ def _read_counts(fields: ConfigFields) -> Sizes:
     counts["kv_heads"] = inner.count("kv_n_heads", most=_MAX_HEADS) or counts["kv_heads"]
     sizes = {size: count for size, count in counts.items() if count is not None}
     head_dim, rotation = read_head_dim(fields, sizes), rotary_section_of_layer(fields, 0)
-    shares = (fields.number(n) if n in fields else rotation.number(n) for n in _SHARES)
+    if head_dim and fields.section("pruned_heads"):
+        sizes = {"head_dim": head_dim}  # each layer has heads of its own number
+    shares = (part.number(n) for n in _SHARES for part in (rotation, fields))
     share = next((share for share in shares if share is not None and 0 < share <= 1), None)
     if share is not None and head_dim and "rotary_width" not in sizes:
         sizes["rotary_width"] = int(head_dim * share)
@@ -282,9 +288,23 @@ def _read_first_count(fields: ConfigFields, names: Iterable[str]) -> int | None:
 
 
 def text_config(config: Config) -> ConfigFields:
-    """Return the section of the language model in a config of several models, else all of it."""
+    """Return the section of the language model in a config of several models, else all of it.
+
+    What the section leaves out has the default of its model_type's class.
+    """
     fields = ConfigFields.wrap(config)
-    return fields.section("text_config") or fields
+    fields = fields.section("text_config") or fields
+    missing = DEFAULTS.get(fields.text("model_type") or "", {})
+    return ConfigFields({**missing, **fields}, origin=fields.origin) if missing else fields
+
+
+def find_other_part(config: Config, prefix: str) -> str | None:
+    """Return the section of another part than the text model that a module's names name."""
+    if "text_config" not in config or config.get("model_type") in _KNOWN:
+        return None
+    parts = (n for n, part in config.items() if n.endswith("_config") and isinstance(part, dict))
+    words = {name: name.removesuffix("_config") for name in parts if name != "text_config"}
+    return next((name for name, word in words.items() if word in prefix), None)
 
 
 def rotary_section_of_layer(config: Config, layer: int) -> ConfigFields:
@@ -294,7 +314,15 @@ def rotary_section_of_layer(config: Config, layer: int) -> ConfigFields:
     empty = ConfigFields({}, origin=fields.origin)
     rotary = next((section for section in sections if section is not None), empty)
     kind = _layer_value(fields, "layer_types", layer) or "full_attention"
-    return rotary.section(kind) or rotary if isinstance(rotary.get(kind), dict) else rotary
+    if isinstance(rotary.get(kind), dict):
+        return rotary.section(kind) or rotary
+    name = fields.text("model_type") or ""
+    if kind == "sliding_attention" and name in LOCAL_THETAS:
+        field, usual = LOCAL_THETAS[name]
+        scaling = rotary if name == "modernbert" else {}
+        local = {**scaling, "rope_theta": fields.number(field) or usual}
+        return ConfigFields(local, origin=fields.origin)
+    return rotary
 
 
 def layer_attends(config: Config, layer: int) -> bool:
@@ -313,6 +341,8 @@ def layer_rotates(config: Config, layer: int) -> bool | None:
     if fields.layer_values("no_rope_layers"):
         rotates = _layer_value(fields, "no_rope_layers", layer)
         return None if rotates is None else bool(rotates)  # 1 means rotary, in spite of the name
+    if interval := fields.count("no_rope_layer_interval"):
+        return (layer + 1) % interval != 0
     kinds, windows = fields.layer_values("layer_types"), fields.get("sliding_window")
     if fields.text("model_type") in _ROTATE_IN_WINDOWS and windows and kinds:
         kind = _layer_value(fields, "layer_types", layer)
@@ -329,11 +359,15 @@ def attention_window(config: Config, layer: int) -> int | None:
         OptionError: the config has a window, and does not say which layers have it.
     """
     fields = text_config(config)
-    size = fields.count("sliding_window") or fields.count("window_size")
-    size = size or fields.count("local_attention")
-    if size is None or not fields.flag("use_sliding_window", default=True):
-        return None
     kinds = fields.layer_values("layer_types") or fields.layer_values("attention_layers")
+    if not fields.flag("use_sliding_window", default=True):
+        if "sliding_attention" in kinds[layer : layer + 1]:
+            raise fields.field_error("use_sliding_window", "true, as layer_types needs it")
+        return None
+    names = ("sliding_window", "window_size", "local_attention")
+    size = next(filter(None, map(fields.count, names)), None)
+    if size is None:
+        return None
     if layer < len(kinds) and kinds[layer] in ("full_attention", "global"):
         return None
     if "local_attention" not in fields:  # that window is centred: half on each side
@@ -348,6 +382,20 @@ def attention_window(config: Config, layer: int) -> int | None:
     )
 
 
+def window_sides(config: Config, layer: int) -> tuple[int, int | None] | None:
+    """Return the keys before and after a query that it may attend to; None without a window.
+
+    Gemma 3 with ``use_bidirectional_attention`` sees half of ``sliding_window`` to each side: its
+    class halves the number of the file. Errors are those of `attention_window`.
+    """
+    size, fields = attention_window(config, layer), text_config(config)
+    if size is None:
+        return None
+    if fields.text("model_type") in _TWO_SIDED and fields.flag("use_bidirectional_attention"):
+        return size // 2, size // 2
+    return size - 1, None
+
+
 def _layer_value(fields: ConfigFields, name: str, layer: int) -> Any:
     """Return the value of a layer in a list over the layers; None beyond the end of the list."""
     values = fields.layer_values(name)
@@ -358,8 +406,8 @@ def layout_name(config: Config) -> str | None:
     """Return the name of the layout of this model's files; None for an unknown model_type."""
     fields = ConfigFields.wrap(config)
     while (kind := fields.text("model_type")) not in _KNOWN and "text_config" in fields:
-        section = text_config(fields)
-        if section is fields:
+        section = fields.section("text_config")
+        if section is None:
             break
         fields = section
     if kind == "falcon":
@@ -369,19 +417,37 @@ def layout_name(config: Config) -> str | None:
     if kind == "gpt_bigcode":
         multi = fields.flag("multi_query", default=True)
         return "gpt-bigcode-mqa" if multi else "gpt-bigcode-mha"
+    if kind == "cohere" and fields.flag("use_qk_norm"):
+        return "cohere-qk-norm"
     return _LAYOUTS.get(kind or "")
 
 
 def read_head_dim(fields: ConfigFields, counts: Sizes) -> int | None:
     """Return the stated head_dim, or embed_dim // heads."""
-    embed_dim = _read_first_count(fields, ("hidden_size", "n_embd"))
+    embed_dim = _read_first_count(fields, ("hidden_size", "n_embd", "d_model", "dim", "emb_dim"))
     quotient = embed_dim // counts["heads"] if embed_dim and "heads" in counts else None
     return counts.get("head_dim", quotient)
 
 
 _MAX_LAYERS = 8  # layers that an error lists
 _EPS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "norm_eps")
-_FACTORS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+_FACTORS = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "mup_scale_qk_dot_by_d": False,
+}
+# Fields of forms that no layer has, or that only some layouts have -> the part of the function.
+_FORMS = {
+    "relative_attention": "score_bias",
+    "use_relative_position_bias": "score_bias",
+    "use_shared_relative_position_bias": "score_bias",
+    "use_relative_position_embeddings": "score_bias",
+    "position_embeddings_type": "score_bias",
+    "pos_att_type": "score_bias",
+    "use_qk_norm": "qk_norm",
+    "qk_layernorm": "qk_norm",
+    "use_prompt": "prompts",
+}
 
 
 def find_config_contradiction(config: Config, function: AttentionSpec, sizes: Sizes) -> str | None:
@@ -389,7 +455,7 @@ def find_config_contradiction(config: Config, function: AttentionSpec, sizes: Si
     for name, value in _find_contradictions(text_config(config), function, sizes):
         is_argument = name == "rotary_width" and name not in read_stated_counts(config)
         origin = "the argument says" if is_argument else "the config says"
-        return f"{name}: {function.words()[name]}; {origin} {value}"
+        return f"{name}: {function.words().get(name, 'none')}; {origin} {value}"
     return None
 
 
@@ -430,9 +496,22 @@ def _find_contradictions(
     for section in (fields, fields.section("attn_config") or ConfigFields({})):
         if section.number("clip_qkv") and function.clip is ABSENT:
             yield "clip", f"clip_qkv {section['clip_qkv']}"
+        if section.number("softmax_scale") and function.scale is not FROM_CONFIG:
+            yield "scale", f"softmax_scale {section['softmax_scale']}"
+    for name, form in find_stated_forms(fields):
+        if getattr(function, name, ABSENT) is ABSENT:
+            yield name, form
     width = sizes.get("rotary_width", head_dim)
     if function.rotation and not function.is_rotary_width_open and width != head_dim:
         yield "rotary_width", f"{width} of {head_dim}"
+
+
+def find_stated_forms(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield parts of the function in a form of `_FORMS`, with the field that states it."""
+    fields = text_config(config)
+    for name, part in _FORMS.items():
+        if (value := fields.get(name)) and value not in ("absolute", "rotary"):
+            yield part, f"{name} {describe_value(value)}"
 
 
 def find_missing_layers(
@@ -479,7 +558,7 @@ def layout_in_layer(layout: Layout, config: Config, number: int) -> Layout:
 def resolve(function: AttentionSpec, config: Config, *, layer: int) -> AttentionSpec:
     """Return a function with the numbers that its model's config states for one layer.
 
-    No field is FROM_CONFIG then, but for the scale where there is no config. See `layout_in_layer`.
+    A field that nothing in the config states stays FROM_CONFIG. See `layout_in_layer`.
 
     Raises:
         OptionError: a rotary scaling that `Rotary` does not have; or a window in layers unstated.
@@ -488,36 +567,63 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
     stated: dict[str, Any] = {}
     if function.rotary:
         stated["rotary"] = _read_rotary(fields, layer, function.rotation or RotaryRule())
-    if function.scale is FROM_CONFIG:
-        scalar = fields.number("query_pre_attn_scalar")
-        if scalar is not None and scalar < 0:
-            raise fields.field_error("query_pre_attn_scalar", "a positive number")
-        usual = USUAL_SCALE if fields else FROM_CONFIG
-        multiplier = fields.number("attention_multiplier") or usual
-        stated["scale"] = float(scalar**-0.5) if scalar else multiplier
+    if function.scale is FROM_CONFIG and fields:
+        stated["scale"] = _read_scale(fields)
     if function.softcap is not ABSENT:
         softcap = fields.number("attn_logit_softcapping")
         stated["softcap"] = spec.Softcap(softcap) if softcap else ABSENT
-    if isinstance(function.qk_norm, spec.NormRule):
+    stated["qk_norm"] = norm = function.qk_norm
+    if norm is FROM_CONFIG and "qk_layernorm" in fields:
+        stated["qk_norm"] = norm = spec.NormRule("layer") if fields["qk_layernorm"] else ABSENT
+    if isinstance(norm, spec.NormRule):
         epsilons = (fields.number(name) for name in _EPS)
         eps = next((number for number in epsilons if number is not None), 1e-6)
-        stated["qk_norm"] = replace(function.qk_norm, eps=eps)
-    if isinstance(function.score_bias, spec.BucketRule):
+        stated["qk_norm"] = replace(norm, eps=eps)
+    if function.buckets and function.buckets.buckets is FROM_CONFIG:
         stated["score_bias"] = spec.BucketRule(
             buckets=fields.count("relative_attention_num_buckets") or 32,
             max_distance=fields.count("relative_attention_max_distance") or 128,
             bidirectional=not fields.flag("is_decoder"),
         )
     if function.window is FROM_CONFIG:
-        window = attention_window(fields, layer)
-        stated["window"] = ABSENT if window is None else (window - 1, None)
-    left = {name: ABSENT for name, value in vars(function).items() if value is FROM_CONFIG}
-    return replace(function, **{**left, **stated})
+        stated["window"] = window_sides(fields, layer) or ABSENT
+    if function.clip is FROM_CONFIG and fields:
+        section = fields.section("attn_config") or fields
+        stated["clip"] = section.number("clip_qkv") or ABSENT
+    resolved = replace(function, **stated)
+    return replace(resolved, **_read_of_model_type(resolved, fields))
+
+
+def _read_scale(fields: ConfigFields) -> float | spec.ScaleRule:
+    scalar = fields.number("query_pre_attn_scalar")
+    if scalar is not None and scalar < 0:
+        raise fields.field_error("query_pre_attn_scalar", "a positive number")
+    return float(scalar**-0.5) if scalar else fields.number("attention_multiplier") or USUAL_SCALE
+
+
+def _read_of_model_type(function: AttentionSpec, fields: ConfigFields) -> dict[str, Any]:
+    """Return the open fields that the layout of the config's model_type states.
+
+    A score bias or a norm that a config may state (`_FORMS`) is absent where it does not.
+    """
+    if (name := layout_name(fields)) is None:
+        return {}
+    known = vars(registry.layout(name).function)
+    stated = {n: known[n] for n, value in vars(function).items() if value is FROM_CONFIG}
+    absent = {*_FORMS.values()} - {part for part, _ in find_stated_forms(fields)}
+    return {n: x or ABSENT for n, x in stated.items() if x is not FROM_CONFIG or n in absent}
 
 
 def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRule:
+    if "patch_size" in fields:
+        raise OptionError(
+            saw=f"a rotation in {fields.origin}, and patch_size {fields['patch_size']}",
+            needed="a rotation by the place of a token: images may rotate by row and by column",
+            do="pass rotary=Rotary(...) if this model rotates by place; or use the model's class",
+        )
     rotary = rotary_section_of_layer(fields, layer)
-    theta = rotary.number("rope_theta") or fields.number("rope_theta")
+    if not rotary and fields.text("model_type") in SCALED:
+        raise fields.field_error("rope_parameters", "a JSON object, which has the scaling")
     counts, scaling = read_stated_counts(fields), None
     if (kind := rotary_scaling_kind(rotary)) is not None:
         if kind not in _SCALINGS:
@@ -529,7 +635,8 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
         scaling = _SCALINGS[kind](rotary, fields)
     return replace(
         rule,
-        theta=theta or fields.number("rotary_emb_base") or 10_000.0,
+        theta=rotary.number("rope_theta")
+        or next(filter(None, map(fields.number, _THETAS)), 10_000.0),
         width=counts.get("rotary_width", read_head_dim(fields, counts)),
         scaling=scaling,
     )
@@ -538,7 +645,7 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
 def rotary_scaling_kind(rotary: ConfigFields) -> str | None:
     """Return the name of the scaling in a rotary section; None for the usual frequencies."""
     kind = rotary.text("rope_type" if "rope_type" in rotary else "type")
-    return None if kind in (None, "", "default") else kind
+    return None if kind in (None, "", "default", "mrope") else kind
 
 
 def _read_original_length(rotary: ConfigFields, fields: ConfigFields) -> int:

@@ -105,9 +105,10 @@ def describe_target(
         solved = source.sizes(stored, known)
         width = {name: size for name, size in solved.items() if name == "rotary_width"}
         sizes.append(target.canonical_sizes(source.canonical_shapes(stored, solved), width))
+    is_even = len({each["heads"] for each in sizes}) == 1
     shared = {
         name: sizes[0][name]
-        for name in COUNTS
+        for name in (COUNTS if is_even else (*COUNTS, "group"))  # of kv heads in each layer
         if name in sizes[0] and all(each.get(name) == sizes[0][name] for each in sizes)
     }
     return Description(

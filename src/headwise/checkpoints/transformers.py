@@ -306,6 +306,7 @@ def _read_model(
     folder: Path, transformers: Any, options: dict[str, Any], dtype: torch.dtype | str
 ) -> tuple[Any, dict[str, Any]]:
     trusted, described = options["trust_remote_code"], open_described_model(folder)
+    _require_no_pruned_heads(folder, transformers)
     if described is None:
         _require_trusted_code(folder, transformers, trusted=trusted)
     with _silence_transformers(transformers), _explain_load_errors(folder, MODEL):
@@ -322,6 +323,19 @@ def _read_model(
             weights["key_mapping"] = {WRAPPERS.pattern: ""}
             model, info = kind.from_pretrained(**weights)
     return model, info
+
+
+def _require_no_pruned_heads(folder: Path, transformers: Any) -> None:
+    """Raise OptionError for layers with fewer heads, which transformers builds before 5 only."""
+    pruned = read_config(folder).section("pruned_heads")
+    if pruned and not hasattr(transformers.PreTrainedModel, "prune_heads"):
+        raise OptionError(
+            saw=f"{folder} with pruned_heads in layers {', '.join(sorted(pruned))}, and "
+            f"transformers {transformers.__version__}",
+            needed="transformers 4, whose classes build layers with fewer heads",
+            do="pip install 'transformers<5'; headwise detect, convert, verify and load_attention "
+            "read these weights with any version",
+        )
 
 
 def _require_trusted_code(folder: Path, transformers: Any, *, trusted: bool) -> None:

@@ -118,7 +118,9 @@ def _match_layout(
     outside = (places.locate_weight_outside_attention(layout, name, roots) for name in headers)
     around = sum(place is not None for place in outside)
     sentences = tuple(fault for _, faults in checked for fault in faults)
-    reasons = _describe_match_reasons(sound, fits)
+    heads = [own[0]["heads"] for module, own in fitting if module.stack == first.stack]
+    is_even = len({*heads}) == 1 or len(fits) > 1
+    reasons = _describe_match_reasons(sound, fits, [] if is_even else heads)
     return CandidateLayout(layout, sound, fits, reasons, around, sentences)
 
 
@@ -211,8 +213,9 @@ def _group_values_by_name(fits: tuple[Sizes, ...]) -> dict[str, list[int]]:
 
 
 def _describe_match_reasons(
-    modules: tuple[NamedModule, ...], fits: tuple[Sizes, ...]
+    modules: tuple[NamedModule, ...], fits: tuple[Sizes, ...], heads: list[int]
 ) -> tuple[str, ...]:
+    """Return names and sizes; ``heads`` are those of each layer where they differ."""
     names = ", ".join(list(modules[0].tensors)[:NAMED])
     more = " ..." if len(modules[0].tensors) > NAMED else ""
     shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
@@ -220,6 +223,7 @@ def _describe_match_reasons(
     values = {name: by_name[name] for name in shown if name in by_name}
     fixed = ", ".join(f"{name} {sizes[0]}" for name, sizes in values.items() if len(sizes) == 1)
     words = [f"they fit with {fixed}"] if fixed else []
+    words += [f"heads by layer: {list_some([*map(str, heads)], LISTED)}"] if heads else []
     if name := next((name for name, sizes in values.items() if len(sizes) > 1), ""):
         words.append(f"{name} may be {list_some([*map(str, values[name])], LISTED)}")
     return f"names: {len(modules)} modules with {names}{more}", f"shapes: {'; '.join(words)}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints.attention import attention_from_state
-from headwise.checkpoints.config import Config, attention_window, layout_in_layer, resolve
+from headwise.checkpoints.config import Config, layout_in_layer, resolve, window_sides
 from headwise.diagnosis import results
 from headwise.diagnosis.catalogue import cause_of_layer_shifts
 from headwise.diagnosis.moves.find import find_state_moves
@@ -64,8 +64,10 @@ def _build_float64_layers(
     modules = find_modules(layout, state)
     for module in modules:
         described = layout_in_layer(layout, config, module.layer)
+        shapes = {local: tuple(state[name].shape) for name, local in module.tensors.items()}
+        sizes = layout.sizes(shapes, counts)
         layer = attention_from_state(
-            module, modules, state, described, config, dict(counts), dtype=torch.float64
+            module, modules, state, described, config, sizes, dtype=torch.float64
         )
         yield module.prefix, layer.eval(), [state[name].dtype for name in module.tensors]
 
@@ -358,7 +360,7 @@ def find_config_differences(
 def _read_attention_settings(config: Config, layout: Layout, layer: int) -> dict[str, str]:
     described = layout_in_layer(layout, config, layer)
     spec = resolve(replace(described.function, window=ABSENT), config, layer=layer)
-    fields = {"window": str(attention_window(config, layer))}
+    fields = {"window": str(window_sides(config, layer))}
     if described.function.softcap is not ABSENT:
         fields["softcap"] = str(spec.softcap.limit if isinstance(spec.softcap, Softcap) else None)
     if (rotary := spec.rotation) is not None:

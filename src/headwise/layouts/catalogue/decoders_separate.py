@@ -65,9 +65,11 @@ _GPT = (
     ),
     _llama_like_layout(
         "phi",
-        AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
-        "Phi-1 to Phi-2. A part of a head is rotated",
-        tensors=projections("q_proj k_proj v_proj dense", kv_heads="kv_heads"),
+        left_to_config("qk_norm", rotary=RotaryRule(width=FROM_CONFIG)),
+        "Phi-1 to Phi-2. A part of a head is rotated; layer norms of queries and keys are there "
+        "with qk_layernorm",
+        tensors=projections("q_proj k_proj v_proj dense", kv_heads="kv_heads")
+        | head_norms("q_layernorm", "k_layernorm", bias=True),
     ),
 )
 

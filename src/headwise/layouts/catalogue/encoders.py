@@ -1,6 +1,6 @@
 """Encoders of text and of speech, by the names in their files."""
 
-from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
+from headwise.function.spec import FROM_CONFIG, AttentionSpec, BucketRule, Other, RotaryRule
 from headwise.layouts import catalogue
 from headwise.layouts.catalogue import describe_layout, output_projection, projections
 
@@ -40,12 +40,15 @@ LAYOUTS = (
         name="mpnet",
         tensors=projections("attn.q attn.k attn.v attn.o"),
         where=_WHERE,
-        outside=_BERT.replace("attention.output.LayerNorm", "attention.LayerNorm"),
+        outside=catalogue.weights_outside_attention(
+            _BERT.replace("attention.output.LayerNorm", "attention.LayerNorm")
+        )
+        | {"encoder.relative_attention_bias.weight": "distances: buckets heads"},
         beside=("LayerNorm.*",),
-        function=AttentionSpec(score_bias=FROM_CONFIG),
+        function=AttentionSpec(score_bias=BucketRule(32, 128, bidirectional=True)),
         mask="added",
-        note="one table of distances, encoder.relative_attention_bias, serves all layers and is "
-        "passed on as it is",
+        note="one table of distances, encoder.relative_attention_bias, serves all layers, by T5's "
+        "rule; a conversion passes it on as it is",
     ),
     describe_layout(
         name="esm",
