@@ -168,7 +168,7 @@ class ExplainedCalls:
         repairs = self._repairs
         return tuple(
             FoundCause(
-                name=each.cause.name,
+                name=each.name,
                 parameters={**each.variant.parameters, **each.variant.details},
                 stages=each.stages,
                 heads=each.heads,

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import Cause
+from headwise.diagnosis.catalogue import Cause, Rank
 from headwise.diagnosis.moves.find import HeadsAndOutput, extract_rows, find_moves, replace_rows
 from headwise.diagnosis.moves.gate import list_gate_moves
 from headwise.diagnosis.moves.maps import BIASES, MatrixMap, Rows
@@ -27,6 +27,7 @@ from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.rounding import default_tolerance
 from headwise.function.stages import STAGES
 
+NEAR = 0.1  # of a fitted number, by which rounding may move it
 STAGE_OF = {"q": "q", "k": "k", "v": "v", "o": "output"}
 
 
@@ -167,6 +168,9 @@ class Variant:
     details: Mapping[str, Any] = field(default_factory=dict)  # no parameters: for the report alone
     is_step: bool = False  # the data say that another cause of the same stage follows
     heads: tuple[int, ...] | None = None  # that have the fault; None for all, or as stages tell
+    # How its numbers are known, where they tell more than the cause: by configs, or by nothing.
+    rank: Rank | None = None
+    is_unexpected: bool = False  # the fault is a part that is there, and not one that is missing
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,13 @@ class Family:
     make: Callable[[float], Variant]
     starts: tuple[float, ...]  # of the fit
     is_log: bool = False  # the logarithm is fitted, for positive numbers
+    forms: tuple[float, ...] = ()  # closed forms that the number may have
+
+    def list_plain(self, number: float) -> list[float]:
+        """Return numbers near a fitted one that a person may have written, the plainest first."""
+        rounded = [float(f"{number:.{digits}g}") for digits in (1, 2, 3)]
+        near = (x for x in (*self.forms, *rounded) if abs(x - number) <= NEAR * abs(number))
+        return list(dict.fromkeys(near))
 
 
 Variants: TypeAlias = Iterator[Variant | Family]
