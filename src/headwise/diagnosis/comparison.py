@@ -220,6 +220,7 @@ class FunctionComparison:
             where no input came in several calls.
         stopped: the reason why not everything was tried, such as "interrupted"; "" for none.
         untried: what was left out then, in words.
+        condition: what a caller must do so that the two are the same, a sentence; "" for nothing.
     """
 
     kinds: tuple[str, str]
@@ -239,6 +240,7 @@ class FunctionComparison:
     ways: tuple[str, ...] = ()
     stopped: str = ""
     untried: tuple[str, ...] = ()
+    condition: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as numbers, texts, lists and dicts, for JSON.

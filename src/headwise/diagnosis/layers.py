@@ -23,6 +23,7 @@ from headwise.diagnosis.simulation.model import AttentionModel, Inputs, Recorded
 from headwise.diagnosis.subjects import recording, subject
 from headwise.diagnosis.subjects.forms import name_arguments
 from headwise.diagnosis.subjects.function import SLOW, BlackBox
+from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
 from headwise.function.rounding import coarsest
@@ -98,6 +99,8 @@ class Comparison:
             if left.cells_beyond_rounding or len(causes) > 1:
                 explained = self._explain_with_roles_swapped(calls, explained) or explained
         verdict, blind, hidden = self._judge(explained, calls)
+        if self._condition and verdict in (Verdict.SAME, Verdict.TO_ROUNDING):
+            verdict = Verdict.UNDER_MASK
         comparison = explained.report(
             kinds=(self.first.kind, self.second.kind),
             probes=tuple(dict.fromkeys((*names, *explained.names))),
@@ -113,8 +116,24 @@ class Comparison:
             ways=tuple(ways.describe(everything, self.probes, self.doubtful)),
             stopped=time.stopped,
             untried=tuple(time.untried),
+            condition=self._condition if verdict.is_same else "",
         )
         return Diagnosis(verdict=verdict, function=comparison)
+
+    @property
+    def _condition(self) -> str:
+        """What one side needs to be the other one, a sentence; "" where it is causal too."""
+        causal, other = self.first, self.second
+        names = ["first", "second"]
+        if other.is_causal:
+            causal, other, names = other, causal, names[::-1]
+        if not causal.is_causal or not any(probe.is_made_causal for probe in self.probes):
+            return ""
+        settings = None if other.model is None else other.model.settings
+        if settings is not None and (settings.causal or (settings.sides or (0, 1))[1] == 0):
+            return ""
+        mask = "`Mask.causal()`" if isinstance(other, NativeSubject) else "a causal mask"
+        return f"The {names[0]} is causal by itself; pass {mask} to the {names[1]}."
 
     def _judge(
         self, explained: search.ExplainedCalls, calls: Sequence[RecordedCall]
