@@ -132,7 +132,9 @@ KV_HEADS_TILED = Cause("kv heads tiled instead of repeated", WITH_HEADS, REPORTE
 SHARD_ORDER = Cause("shards joined in the wrong order", PROJECTED, REPORTED, cost=1.06)
 SIGN = Cause("sign", ("q", "k", "v", "head outputs", "output"), cost=1.07)
 FACTOR = Cause("factor", PROJECTED, REPORTED, cost=1.08)
-ROWS_ZERO = Cause("rows zero", PROJECTED, REPORTED, cost=1.07)
+ROWS_ZERO = Cause(
+    "rows zero", PROJECTED, REPORTED, cost=1.07, remedy="load {weights} again: zero in {text}"
+)
 WEIGHTS_ROUNDED = Cause(
     "dtype's rounding of weights",
     PROJECTED,

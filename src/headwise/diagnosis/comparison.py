@@ -318,6 +318,10 @@ def _format_roles(roles: str) -> str:
 
 def _format_parameter(value: Any) -> str:
     if isinstance(value, list | tuple):
+        first, last = (value[0], value[-1]) if value else (0.0, 0.0)
+        is_range = isinstance(first, int) and [*value] == [*range(first, first + len(value))]
+        if is_range and len(value) > 2:
+            return f"{first} to {last}"
         return " ".join(map(_format_parameter, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 

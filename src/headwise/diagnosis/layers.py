@@ -11,11 +11,14 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from headwise.diagnosis import catalogue, functions, models, probes, search, unseen, watch, ways
 from headwise.diagnosis.causes import dropout
-from headwise.diagnosis.causes.evidence import Evidence
+from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence
 from headwise.diagnosis.comparison import SEED
+from headwise.diagnosis.outputs import names as output_names
+from headwise.diagnosis.patterns import describe_matrix
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
@@ -24,6 +27,7 @@ from headwise.diagnosis.subjects import recording, subject
 from headwise.diagnosis.subjects.forms import name_arguments
 from headwise.diagnosis.subjects.function import SLOW, BlackBox
 from headwise.diagnosis.subjects.layers import NativeSubject
+from headwise.diagnosis.subjects.parts import holds_modules
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
 from headwise.function.rounding import coarsest
@@ -109,6 +113,7 @@ class Comparison:
             isolated=(
                 *functions.describe_not_finite(calls, names, side),
                 *self._describe_function(side, verdict),
+                *self._describe_projections(explained),
             ),
             tried=0 if explained.has_other_rows else len(self.candidates),
             unseen=unseen.find_changes(self.model, calls, self.dtype) if hidden else (),
@@ -252,8 +257,34 @@ class Comparison:
             return function.limits
         parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
         return (
-            function.limits + parts.sentences + ((RECORD_PARTS,) if function.parts is None else ())
+            function.limits
+            + parts.sentences
+            + (
+                (RECORD_PARTS,)
+                if function.parts is None and holds_modules(function.function)
+                else ()
+            )
         )
+
+    def _describe_projections(self, explained: search.ExplainedCalls) -> Iterator[str]:
+        """Yield what changed in the numbers of projections that no cause explains."""
+        left = explained.search.left.stages_beyond_rounding
+        if not left or watch.current().stopped:
+            return
+        causes, runs = explained.search.causes, explained.calls[0].runs
+        right = causes[-1].model if causes else self.model
+        found: dict[str, Tensor] = {}
+        if runs is not None and left == ["output"]:
+            crosses = explained.calls[0].inputs.source is not None
+            for read in output_names.read_projections(right, runs, crosses=crosses):
+                found.setdefault(read.role, read.weights[f"w{read.role}"])
+        elif self.doubtful.model is not None:
+            roles = (role for role, stage in STAGE_OF.items() if stage in left)
+            found = {role: self.doubtful.model.weights[f"w{role}"] for role in roles}
+        for number, (role, x) in enumerate(found.items()):
+            wanted = right.weights[f"w{role}"]
+            if x.shape == wanted.shape and not torch.equal(x, wanted):
+                yield f"{'or ' if number and runs else ''}{describe_matrix(f'w{role}', x, wanted)}"
 
     def _explain(
         self, calls: Sequence[RecordedCall], names: Sequence[str], side: str

@@ -20,7 +20,7 @@ from headwise.diagnosis.catalogue import Cause, Rank
 from headwise.diagnosis.moves.find import HeadsAndOutput, extract_rows, find_moves, replace_rows
 from headwise.diagnosis.moves.gate import list_gate_moves
 from headwise.diagnosis.moves.maps import BIASES, MatrixMap, Rows
-from headwise.diagnosis.moves.move import Move
+from headwise.diagnosis.moves.move import Move, find_factor_formula
 from headwise.diagnosis.outputs.names import apply_move, find_output_moves
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
@@ -127,13 +127,16 @@ class Evidence:
             for place, move in enumerate(moves):
                 names = (each for each in (move.name, *move.equals) if each.cause == cause)
                 if (name := next(names, None)) is not None:
+                    parameters = {"roles": "".join(name.roles), **dict(name.parameters)}
                     later = {role for after in moves[place + 1 :] for role in after.roles}
-                    parts = move.change.parts
+                    details = self._describe_factor(parameters)
+                    if move.change.parts == BIASES:
+                        details["of"] = "biases alone"
                     yield Variant(
                         apply_move(self.model, move),
-                        {"roles": "".join(name.roles), **dict(name.parameters)},
+                        parameters,
                         name.repair,
-                        {"of": f"{parts[0]} alone"} if parts == BIASES else {},
+                        details,
                         is_step=number >= count or not later.isdisjoint(move.roles),
                     )
 
@@ -144,6 +147,17 @@ class Evidence:
                     {"roles": "".join(each.name.roles)},
                     each.name.repair,
                 )
+
+    def _describe_factor(self, parameters: Mapping[str, Any]) -> dict[str, str]:
+        """Return the formula of a factor, and where that of dropout can be; {} for none."""
+        _, head_dim, width = self.model.weights["wq"].shape
+        factor, roles = float(parameters.get("factor", 1.0)), parameters["roles"]
+        form = find_factor_formula(factor, head_dim=head_dim, width=width)
+        if " - " not in form:
+            return {"form": form} if form else {}
+        if roles not in ("v", "o") or not self.shows_outputs_alone:
+            return {}
+        return {"form": f"{form}, as of dropout", "in": "the weights, v or the outputs of heads"}
 
     def projection_tokens(self, role: str) -> tuple[Tensor, Tensor] | None:
         """Return inputs (tokens, columns) and recorded stage (tokens, rows) of a projection."""

@@ -323,7 +323,8 @@ def _finite_for_inf(evidence: Evidence) -> Variants:
             def make(number: float, scope: str = scope, word: str = word) -> Variant:
                 model = evidence.replace_stages(SCORES, _number_hidden, scope, number, word)
                 number = 0.0 if abs(number) < LEAST else number
-                parameters = {f"{word} hidden keys": number}
+                value = f"{number:.2g} or less" if number <= NUMBERS[0] else number
+                parameters = {f"{word} hidden keys": value}
                 return Variant(model, parameters, repair, {} if scope == "all" else {"of": scope})
 
             yield make(0.0)

@@ -21,7 +21,16 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import BIAS_MISSING, FACTOR, INITIAL_WEIGHTS, ROWS_ZERO, SIGN
 from headwise.diagnosis.moves import families, search
 from headwise.diagnosis.moves import move as changes
-from headwise.diagnosis.moves.maps import BIASES, ROLES, WEIGHTS, MapName, Rows, RowSizes
+from headwise.diagnosis.moves.maps import (
+    BIASES,
+    OUTPUT_BIAS,
+    ROLES,
+    WEIGHTS,
+    MapName,
+    Rows,
+    RowSizes,
+    list_heads,
+)
 from headwise.diagnosis.moves.move import Edited, Move, MoveReport
 from headwise.errors import ShapeError
 from headwise.function.rounding import default_tolerance
@@ -302,7 +311,7 @@ def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
         return
     factors = tuple(snapped.tolist())
     parameters: tuple[tuple[str, Any], ...] = (("heads", changed), ("factors", factors))
-    text = f"heads {', '.join(map(str, changed))}"
+    text = list_heads(changed)
     if float((shares - shares.mean()).abs().max()) < 1e-6 * float(shares.abs().max()):
         snapped = snapped.mean().expand_as(snapped)
         parameters, text = (("factor", float(snapped[0])),), f"{float(snapped[0]):.6g}"
@@ -312,7 +321,6 @@ def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
     yield Move(MapName(cause, text, ("o",), 0, parameters), change)
 
 
-OUTPUT_BIAS = "output bias"
 # Two independent draws in bfloat16 agree in less than this share of their entries.
 MOST_EQUAL = 0.05
 

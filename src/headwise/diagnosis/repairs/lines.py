@@ -19,12 +19,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.repairs.rows import write_norm_lines, write_number, write_row_lines
+from headwise.diagnosis.moves.move import find_factor_formula
+from headwise.diagnosis.repairs.rows import (
+    write_form,
+    write_norm_lines,
+    write_number,
+    write_row_lines,
+)
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.trials import NamedCause
 from headwise.function.distance import count_unshared_distances, slopes_of
@@ -220,16 +226,17 @@ def _scores(code: Code, _: str) -> Lines:
     yield f"scores = q @ k.mT{'' if factor == 1 else scale}"
 
 
-NEAR = 3e-7  # of a fitted number, which may be one of 6 digits
-
-
-def _write_scale(right: float, wrong: float, heads: tuple[int, ...] | None) -> Lines:
+def _write_scale(code: Code, wrong: float, heads: tuple[int, ...] | None) -> Lines:
     """Yield the line that puts the scale right, wherever in q, k or the scores it is wrong."""
-    short = float(f"{wrong:.6g}")
-    wrong = short if math.isclose(short, wrong, rel_tol=NEAR) else wrong
+    _, head_dim, width = code.model.weights["wq"].shape
+    right, sizes = code.settings.factor, {"head_dim": head_dim, "width": width}
+    form = find_factor_formula(wrong, **sizes)
+    quotient = f"{write_form(right, **sizes)} / {write_form(wrong, **sizes)}"
+    if not form or math.isclose(right / wrong, round(right / wrong, 3)):
+        quotient = write_form(right / wrong, **sizes)
     part = "scores" if heads is None else f"scores[:, {list(heads)}]"
-    comment = f"scale {right:.6g} in place of {wrong:.6g}"
-    yield f"{part} = {part} * {write_number(right / wrong)}  # {comment}"
+    comment = f"scale {right:.6g} in place of {form or f'{wrong:.6g}'}"
+    yield f"{part} = {part} * {quotient}  # {comment}"
 
 
 def _softcap(code: Code, _: str) -> Lines:
@@ -481,12 +488,8 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
     if cause in WORDS_ALONE or not _is_plain(code.settings):
         return None
     place = PLACE_OF.get(cause, "")
-    rows: tuple[str, ...] = ()
-    if place == ON_WEIGHTS:
-        rows = write_norm_lines(variant.model.weights, before.weights)
-    elif place in ("", GROUPS):
-        rows = write_row_lines(variant.model.weights, before.weights)
-    elif place == ROTATION and any("permutation" in name for name in named.equals):
+    rows = write_weights(named, before)
+    if place == ROTATION and any("permutation" in name for name in named.equals):
         rows = _write_pairs(before, variant.model)
     if rows:
         return Repair(translate(rows, code.language), ON_WEIGHTS)
@@ -497,9 +500,28 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
     roles = stated if place == PROJECTIONS else "qk"
     lines = tuple(PLACES[place](code, roles))
     if "scale" in variant.parameters:
-        lines = tuple(_write_scale(code.settings.factor, variant.parameters["scale"], named.heads))
+        lines = tuple(_write_scale(code, variant.parameters["scale"], named.heads))
         place = "before scores are capped, biased or masked"
-    return Repair(translate(lines, code.language), place) if lines else None
+    return Repair(translate(_name_weights(lines), code.language), place) if lines else None
+
+
+def write_weights(named: NamedCause, before: AttentionModel) -> tuple[str, ...]:
+    """Return the lines on weights that repair a cause of weights; () where none do."""
+    place, weights = PLACE_OF.get(named.cause, ""), named.variant.model.weights
+    if named.cause in WORDS_ALONE or place not in ("", GROUPS, ON_WEIGHTS):
+        return ()
+    write = write_norm_lines if place == ON_WEIGHTS else write_row_lines
+    return write(weights, before.weights)
+
+
+def _name_weights(lines: Iterable[str]) -> tuple[str, ...]:
+    """Return lines with a comment on the weights that they name."""
+    names = dict.fromkeys(re.findall(WEIGHT_NAMES, "\n".join(lines)))
+    comment = f"# {', '.join(names)}: of the right layer, as torch.nn.Linear stores them"
+    return (*lines, comment) if names else (*lines,)
+
+
+WEIGHT_NAMES = r"\b[wb][qkvog]\b"
 
 
 def _is_plain(settings: AttentionSpec) -> bool:

@@ -8,6 +8,7 @@ columns), as `torch.nn.Linear` stores them: ``wq`` has a row for each channel of
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, permutations
 
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.find import extract_rows
 from headwise.diagnosis.moves.maps import Rows
+from headwise.diagnosis.moves.move import find_factor_formula
 from headwise.function.weights import State
 
 MOST_RUNS = 12  # of an index that a line lists
 CLOSE = 1e-9  # of a factor
+NEAR = 3e-7  # of a fitted number, which may be one of 6 digits
 ROLES = "qkv"
 
 
@@ -28,8 +31,22 @@ def write_row_lines(wrong: State, right: State) -> tuple[str, ...]:
 
     Numbers that are lost, or that the wrong weights never had, cannot come back by a line.
     """
-    ours, theirs = extract_rows(wrong), extract_rows(right)
+    rows, is_whole = _write_rows(extract_rows(wrong), extract_rows(right))
+    bias, other = right.get("bo"), wrong.get("bo")
+    if bias is not None and not (other is not None and torch.equal(bias, other)):
+        line = "" if other is None else _write_vector("bo", 1, other, bias)
+        rows, is_whole = (*rows, line), is_whole and bool(line)
+    return rows if is_whole else ()
+
+
+def _write_rows(ours: Rows, theirs: Rows) -> tuple[tuple[str, ...], bool]:
+    """Return the lines that make right rows from wrong ones, and whether they make all."""
     parted = [role for role in theirs.roles if not _is_equal(role, ours, theirs)]
+    lines = _write_parted(parted, ours, theirs)
+    return lines, bool(lines) or not parted
+
+
+def _write_parted(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, ...]:
     if not parted or any(ours.matrices[r].shape != theirs.matrices[r].shape for r in parted):
         return ()
     if any(role in theirs.biases and role not in ours.biases for role in parted):
@@ -227,7 +244,8 @@ def _list_factors(name: str, shape: str, heads: int, a: Tensor, b: Tensor) -> It
     by_head = factors.reshape(heads, -1)
     middle = float(factors.median())
     if bool(((factors - middle).abs() <= CLOSE * abs(middle)).all()):
-        yield f"-{name}" if math.isclose(middle, -1.0) else f"{name} / {write_number(middle)}"
+        number = write_form(middle, head_dim=len(a) // heads, width=a.shape[1])
+        yield f"-{name}" if math.isclose(middle, -1.0) else f"{name} / {number}"
     for by, axes in ((by_head[:, :1], "(-1, 1, 1)"), (by_head[:1], "(1, -1, 1)")):
         if bool(((by_head - by).abs() <= CLOSE * by_head.abs()).all()) and by.numel() <= MOST_RUNS:
             numbers = ", ".join(write_number(float(each)) for each in by.flatten())
@@ -239,6 +257,19 @@ def write_number(number: float) -> str:
     """Return a number in code: as short as gives the same float64 to 12 digits."""
     text = f"{number:.12g}"
     return text if any(mark in text for mark in ".en") else f"{text}.0"
+
+
+def write_form(number: float, *, head_dim: int, width: int) -> str:
+    """Return a number in code, by its formula where it has one in these sizes."""
+    form = find_factor_formula(number, head_dim=head_dim, width=width)
+    short = float(f"{number:.6g}")
+    number = short if math.isclose(short, number, rel_tol=NEAR) else number
+    if not form or "log" in form or "ln" in form:
+        return write_number(number)
+    code = re.sub(r"sqrt\(([^)]*)\)", r"(\1)**0.5", form)
+    code = code.replace("head_dim", str(head_dim)).replace("width", str(width))
+    code = re.sub(r"\((\w+)\)", r"\1", code)
+    return f"({code})" if " " in code else code
 
 
 def _write_fused(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, ...]:
