@@ -10,26 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 PAGES = Path(__file__).with_name("causes") / "pages"
 
 
-class Rank(IntEnum):
-    """How a cause is known; of causes that explain the same, a lower one is listed first."""
-
-    STATED = 0  # configs state the setting
-    REPORTED = 1  # a public report has it
-    POSSIBLE = 2
-
-    @property
-    def words(self) -> str:
-        """The rank as the index of causes prints it."""
-        return ("a setting of configs", "a public report", "possible")[self]
-
-
-STATED, REPORTED = Rank.STATED, Rank.REPORTED
+# How a cause is known; of those that explain the same, lower ones are listed first.
+RANKS = ("a setting of configs", "a public report", "possible")
+STATED, REPORTED, POSSIBLE = range(len(RANKS))
 
 
 @dataclass(frozen=True)
@@ -44,7 +32,7 @@ class Cause:
 
     name: str  # in a few words, as reports print it
     stages: tuple[str, ...]  # that it can change when those before them are given
-    rank: Rank = Rank.POSSIBLE
+    rank: int = POSSIBLE  # of `RANKS`
     cost: float = 1.0  # rank among causes that explain the same; a lower one is named first
     is_whole: bool = False
     is_statistical: bool = False  # numbers are only likely by this cause; exact ones come first
@@ -193,14 +181,12 @@ MASK_AFTER_SOFTMAX = Cause("mask after the softmax", ("scores", "weights"))
 PADDING_SIDE = Cause("padding side", SCORES)
 PADDING_IGNORED = Cause("padding ignored", SCORES)
 MASK_ADDED_AS_NUMBERS = Cause("mask added as 0/1", SCORES, REPORTED)
-CAUSAL_MASK_MISSING = Cause(
-    "causal mask missing", SCORES, STATED, cost=0.9, unexpected="causal mask unexpected"
-)
+CAUSAL_MASK_MISSING = Cause("causal mask missing", SCORES, STATED, cost=0.9)
 CAUSAL_MASK_INVERTED = Cause("causal mask inverted", SCORES)
-CAUSAL_ALIGNMENT = Cause("causal alignment", SCORES, REPORTED)
+CAUSAL_ALIGNMENT = Cause("causal alignment", SCORES, REPORTED, unexpected="causal mask unexpected")
 WINDOW_MISSING = Cause("window missing", SCORES, STATED, cost=0.9, unexpected="window unexpected")
 WINDOW_SIDE = Cause("window on the wrong side", SCORES, cost=1.05)
-WINDOW_OFF_BY_ONE = Cause("window off by one", SCORES, STATED)
+WINDOW_OFF_BY_ONE = Cause("window off by one", SCORES, STATED, unexpected="window unexpected")
 FINITE_FOR_INF = Cause("finite number for -inf", ("scores", "weights"), cost=1.1)
 ROWS_WITHOUT_KEYS = Cause("rows without keys", WEIGHTS, REPORTED)
 SOFTMAX_AXIS = Cause("softmax axis", WEIGHTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
@@ -299,12 +299,12 @@ class FunctionComparison:
         return lines
 
 
-def format_noun_with_numbers(noun: str, numbers: tuple[int, ...]) -> str:
+def format_noun_with_numbers(noun: str, numbers: Sequence[int]) -> str:
     """Return "head 3", "heads 2 to 5" or "heads 1, 4 and 9 more"."""
     first, last = numbers[0], numbers[-1]
     if len(numbers) == 1:
         return f"{noun} {first}"
-    if numbers == tuple(range(first, last + 1)):
+    if [*numbers] == [*range(first, last + 1)]:
         return f"{noun}s {first} to {last}"
     return f"{noun}s {list_some([*map(str, numbers)], MOST_NUMBERS)}"
 

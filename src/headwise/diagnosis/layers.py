@@ -17,7 +17,6 @@ from headwise.diagnosis import catalogue, functions, models, probes, search, uns
 from headwise.diagnosis.causes import dropout
 from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence
 from headwise.diagnosis.comparison import SEED
-from headwise.diagnosis.outputs import names as output_names
 from headwise.diagnosis.patterns import describe_matrix
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
@@ -128,17 +127,14 @@ class Comparison:
     @property
     def _condition(self) -> str:
         """What one side needs to be the other one, a sentence; "" where it is causal too."""
-        causal, other = self.first, self.second
-        names = ["first", "second"]
-        if other.is_causal:
-            causal, other, names = other, causal, names[::-1]
-        if not causal.is_causal or not any(probe.is_made_causal for probe in self.probes):
-            return ""
+        sides = [(self.first, "first"), (self.second, "second")]
+        (_, name), (other, needy) = sides[::-1] if self.second.is_causal else sides
         settings = None if other.model is None else other.model.settings
-        if settings is not None and (settings.causal or (settings.sides or (0, 1))[1] == 0):
+        has_mask = settings is not None and 0 in (not settings.causal, *(settings.sides or ())[1:])
+        if has_mask or not any(probe.is_made_causal for probe in self.probes):
             return ""
         mask = "`Mask.causal()`" if isinstance(other, NativeSubject) else "a causal mask"
-        return f"The {names[0]} is causal by itself; pass {mask} to the {names[1]}."
+        return f"The {name} is causal by itself; pass {mask} to the {needy}."
 
     def _judge(
         self, explained: search.ExplainedCalls, calls: Sequence[RecordedCall]
@@ -256,15 +252,8 @@ class Comparison:
         if verdict is not Verdict.UNKNOWN or watch.current().stopped:
             return function.limits
         parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
-        return (
-            function.limits
-            + parts.sentences
-            + (
-                (RECORD_PARTS,)
-                if function.parts is None and holds_modules(function.function)
-                else ()
-            )
-        )
+        can_record = function.parts is None and holds_modules(function.function)
+        return (*function.limits, *parts.sentences, *((RECORD_PARTS,) if can_record else ()))
 
     def _describe_projections(self, explained: search.ExplainedCalls) -> Iterator[str]:
         """Yield what changed in the numbers of projections that no cause explains."""
@@ -275,9 +264,8 @@ class Comparison:
         right = causes[-1].model if causes else self.model
         found: dict[str, Tensor] = {}
         if runs is not None and left == ["output"]:
-            crosses = explained.calls[0].inputs.source is not None
-            for read in output_names.read_projections(right, runs, crosses=crosses):
-                found.setdefault(read.role, read.weights[f"w{read.role}"])
+            reads = [read for model, read in runs.unnamed if model is right]
+            found = {read.role: read.weights[f"w{read.role}"] for read in reads}
         elif self.doubtful.model is not None:
             roles = (role for role, stage in STAGE_OF.items() if stage in left)
             found = {role: self.doubtful.model.weights[f"w{role}"] for role in roles}

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import Tensor
 
 from headwise.diagnosis import catalogue, watch
-from headwise.diagnosis.catalogue import Cause, Rank
+from headwise.diagnosis.catalogue import REPORTED, Cause
 from headwise.diagnosis.causes import (
     axes,
     decoding,
@@ -110,11 +110,11 @@ class NamedCause:
         """
         cost = self.cause.cost + PARAMETER * len(self.variant.parameters)
         cost += RESTRICTION * self.is_partial
-        rank = Rank.REPORTED if self.variant.rank is None else self.variant.rank
+        rank = REPORTED if self.variant.rank is None else self.variant.rank
         return (self.cause.is_statistical, -len(self.stages), rank, cost, self.left)
 
     @property
-    def rank(self) -> Rank:
+    def rank(self) -> int:
         """How the cause is known."""
         return self.cause.rank if self.variant.rank is None else self.variant.rank
 

@@ -20,6 +20,7 @@ from headwise.diagnosis.catalogue import (
     LAYERS_OFF_BY_ONE,
     MATRIX_TRANSPOSED,
     PAGES,
+    RANKS,
     REPORTED,
     ROTARY_PERMUTATION_WIDTH,
     ROWS_ZERO,
@@ -118,7 +119,7 @@ def test_the_index_lists_every_page() -> None:
     text = PAGES.joinpath("index.md").read_text("utf-8")
     lines = [
         f"| {Page.read(cause.page).title} | [{cause.name}]({Path(cause.page).name}) | "
-        f"{', '.join(cause.stages)} | {cause.rank.words} |"
+        f"{', '.join(cause.stages)} | {RANKS[cause.rank]} |"
         for cause in CAUSES
     ]
     assert [line for line in lines if line not in text.splitlines()] == []

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import Cause, Rank
+from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.moves.find import HeadsAndOutput, extract_rows, find_moves, replace_rows
 from headwise.diagnosis.moves.gate import list_gate_moves
 from headwise.diagnosis.moves.maps import BIASES, MatrixMap, Rows
@@ -151,13 +151,11 @@ class Evidence:
     def _describe_factor(self, parameters: Mapping[str, Any]) -> dict[str, str]:
         """Return the formula of a factor, and where that of dropout can be; {} for none."""
         _, head_dim, width = self.model.weights["wq"].shape
-        factor, roles = float(parameters.get("factor", 1.0)), parameters["roles"]
+        factor = parameters.get("factor", 1.0)
         form = find_factor_formula(factor, head_dim=head_dim, width=width)
-        if " - " not in form:
-            return {"form": form} if form else {}
-        if roles not in ("v", "o") or not self.shows_outputs_alone:
-            return {}
-        return {"form": f"{form}, as of dropout", "in": "the weights, v or the outputs of heads"}
+        if " - " in form and parameters["roles"] in "vo" and self.shows_outputs_alone:
+            form += ", as of dropout, in the weights, v or the outputs of heads"
+        return {"form": form} if form else {}
 
     def projection_tokens(self, role: str) -> tuple[Tensor, Tensor] | None:
         """Return inputs (tokens, columns) and recorded stage (tokens, rows) of a projection."""
@@ -183,7 +181,7 @@ class Variant:
     is_step: bool = False  # the data say that another cause of the same stage follows
     heads: tuple[int, ...] | None = None  # that have the fault; None for all, or as stages tell
     # How its numbers are known, where they tell more than the cause: by configs, or by nothing.
-    rank: Rank | None = None
+    rank: int | None = None
     is_unexpected: bool = False  # the fault is a part that is there, and not one that is missing
 
 

@@ -40,29 +40,23 @@ def _longest(evidence: Evidence) -> int:
 
 
 def _causal_alignment(evidence: Evidence) -> Variants:
-    left, _ = evidence.model.settings.sides or (None, None)
-    if _is_causal(evidence):
-        yield from _causal_masks(evidence, CAUSAL)
-    if _is_causal(evidence) and evidence.has_later_calls:
+    left, right = evidence.model.settings.sides or (None, None)
+    is_causal = _is_causal(evidence)
+    repair = CAUSAL if is_causal else "no causal mask"
+    most = min(MOST_SHIFTS, _longest(evidence) - 2)  # a larger shift hides no key
+    for shift in range(-most, most + 1) if is_causal or right is None else ():
+        if shift or not is_causal:
+            model = evidence.model.with_settings(causal=False, window=(left, shift))
+            parameters = {"shift": shift} if shift else {}
+            variant = Variant(model, parameters, repair, is_unexpected=not is_causal)
+            yield from _with_later_keys(evidence, variant)
+    if is_causal and evidence.has_later_calls:
         free = evidence.model.with_settings(causal=False, window=(left, None))
         yield from _align_later_calls(free, left)
 
 
-def _causal_masks(evidence: Evidence, repair: str) -> Variants:
-    """Yield causal masks that are not that of the model, which may have none."""
-    left, _ = evidence.model.settings.sides or (None, None)
-    is_unexpected = not _is_causal(evidence)
-    most = min(MOST_SHIFTS, _longest(evidence) - 2)  # a larger shift hides no key
-    for shift in range(-most, most + 1):
-        if shift or is_unexpected:
-            model = evidence.model.with_settings(causal=False, window=(left, shift))
-            parameters = {"shift": shift} if shift else {}
-            variant = Variant(model, parameters, repair, is_unexpected=is_unexpected)
-            yield from _with_later_keys(evidence, variant)
-
-
 def _causal_mask_missing(evidence: Evidence) -> Variants:
-    left, right = evidence.model.settings.sides or (None, None)
+    left, _ = evidence.model.settings.sides or (None, None)
     if _is_causal(evidence):
         free = evidence.model.with_settings(causal=False, window=(left, None))
         yield from _with_later_keys(evidence, Variant(free, {}, CAUSAL))
@@ -75,9 +69,7 @@ def _causal_mask_missing(evidence: Evidence) -> Variants:
             for ignores_mask in (False, True) if evidence.has_masks else (False,):
                 model = evidence.replace_stages(SCORES, _scores_of_later_calls, free, ignores_mask)
                 yield Variant(model, {"calls": "with a cache"}, repair)
-    elif right is None:
-        yield from _causal_masks(evidence, "no causal mask")
-    if not _is_causal(evidence) and evidence.has_masks and not _has_padding(evidence):
+    elif evidence.has_masks and not _has_padding(evidence):
         model = evidence.replace_stages(SCORES, _scores_without_mask)
         yield Variant(model, {}, "apply the causal mask of the call")
 
@@ -429,8 +421,6 @@ def _window_missing(evidence: Evidence) -> Variants:
         for side, window in (("before", (None, right)), ("after", (left, None))):
             if window != (left, right):
                 yield Variant(evidence.model.with_settings(window=window), {"side": side}, repair)
-    if left is None:
-        yield from _windows_that_are_unexpected(evidence)
     if (inferred := _infer_left_window_of_masks(evidence)) is not None:
         model = evidence.replace_stages(SCORES, _scores_with_window, None)
         yield Variant(model, {}, f"sliding_window={inferred + 1}")
@@ -462,44 +452,33 @@ def _hide_within(edge: int, words: str, forced: ForcedStage) -> Tensor:
     return forced.usual_result().masked_fill(~seen, -torch.inf)
 
 
-def _windows_that_are_unexpected(evidence: Evidence) -> Iterator[Variant]:
-    _, right = evidence.model.settings.sides or (None, None)
-    windows: dict[int | str | tuple[int, ...], tuple[int | None, ...]] = {}
-    if right is not None or evidence.model.settings.causal:
-        windows = {count_window(n): (n, right) for n in _list_lengths(evidence)}
-    elif (seen := _read_windows(evidence)) and max(seen) < _longest(evidence) - 1:
-        windows = {seen: seen}
-    for words, window in windows.items():
-        model = evidence.model.with_settings(window=window)
-        yield Variant(model, {"window": words}, "no window", is_unexpected=True)
-
-
-def _list_lengths(evidence: Evidence) -> list[int]:
-    """Return numbers of keys before a query, or after it, that a window may have."""
-    settings = evidence.model.settings
-    near = [size + step for size in settings.sides or () if size for step in (-1, 1)]
-    recorded = (*_largest_distances_before_and_after(evidence), *_read_windows(evidence))
-    longest = _longest(evidence)
-    every = dict.fromkeys((*near, *range(MOST_KEYS), *recorded))
-    return [length for length in every if length < longest - 1]  # others hide no key
-
-
 def _window_off_by_one(evidence: Evidence) -> Variants:
     settings = evidence.model.settings
-    left, right = settings.sides or (None, None)
+    longest = _longest(evidence)
     if settings.sides is None and not settings.causal:
-        yield from _variants_of_windowed_masks(evidence, _longest(evidence))
+        seen = _read_windows(evidence)
+        if seen and max(seen) < longest - 1:
+            model = evidence.model.with_settings(window=seen)
+            yield Variant(model, {"window": seen}, "no window", is_unexpected=True)
+        yield from _variants_of_windowed_masks(evidence, longest)
+        return
+    left, right = settings.sides or (None, None)
     repair = f"window=({left}, {0 if settings.causal else right})"
+    near = [size + step for size in (left, right) if size for step in (-1, 1)]
     if evidence.has_later_calls and left is not None:
         model = evidence.model.with_settings(window=(None, right))
         hide = partial(hide_evicted_keys, Eviction(last=left))
         model = model.with_stage_function("scores", hide)
         yield Variant(model, {"window": "all keys of the cache and the call"}, repair)
-    for length in _list_lengths(evidence):
-        if left not in (None, length):
+    recorded = (*_largest_distances_before_and_after(evidence), *_read_windows(evidence))
+    for length in dict.fromkeys((*near, *range(MOST_KEYS), *recorded)):
+        if length >= longest - 1:
+            continue  # which hides no key
+        if length != left:
             far = length if right is not None and right == left else right
             model = evidence.model.with_settings(window=(length, far))
-            yield Variant(model, {"window": count_window(length)}, repair)
+            parameters = {"window": count_window(length)}
+            yield Variant(model, parameters, repair, is_unexpected=left is None)
         if right and length != right:
             model = evidence.model.with_settings(window=(left, length))
             yield Variant(model, {"window after": count_window(length)}, repair)

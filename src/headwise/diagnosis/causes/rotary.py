@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import ROTATED, Rank
+from headwise.diagnosis.catalogue import POSSIBLE, ROTATED, STATED
 from headwise.diagnosis.causes.decoding import read_other_cache
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant, Variants
 from headwise.diagnosis.moves.move import format_dtype
@@ -55,9 +55,8 @@ def _rotary_theta(evidence: Evidence, rotary: RotaryRule) -> Variants:
 
     def make(theta: float) -> Variant:
         is_stated = theta >= LEAST_STATED and math.isclose(theta, float(f"{theta:.2g}"))
-        rank = Rank.STATED if is_stated else Rank.POSSIBLE
         model = evidence.model.with_rotary(theta=theta)
-        return Variant(model, {"theta": theta}, repair, rank=rank)
+        return Variant(model, {"theta": theta}, repair, rank=STATED if is_stated else POSSIBLE)
 
     yield Family(make, tuple(10.0 ** (n / 4) for n in range(4, 32)), is_log=True)
 
@@ -144,7 +143,7 @@ def _rotary_exponent_width(evidence: Evidence, rotary: RotaryRule) -> Variants:
     for base in range(4, 2 * head_dim + 1, 2) if rotary.width >= 4 else ():
         if base != right:
             model = evidence.model.with_rotary(exponent_width=base)
-            rank = None if base == head_dim else Rank.POSSIBLE
+            rank = None if base == head_dim else POSSIBLE
             yield Variant(model, {"exponent width": base}, f"theta ** (-2i / {right})", rank=rank)
 
 

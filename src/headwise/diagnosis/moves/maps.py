@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.errors import ShapeError
 from headwise.layouts.pattern import GROUPED, Splits, pack_tensors, parse_pattern, unpack_tensor
 
@@ -178,18 +177,11 @@ def _is_in_span(index: Tensor, span: slice) -> Tensor:
     return inside
 
 
-OUTPUT_BIAS = "output bias"  # begins the text of a move of bo
-
-
-def list_heads(heads: Iterable[int]) -> str:
-    """Return "head 3", "heads 2 to 5" or "heads 1, 4 and 9 more"."""
-    return format_noun_with_numbers("head", tuple(heads))
-
-
 @dataclass(frozen=True)
 class MapName:
     """Name of a map: the mistake that makes it."""
 
+    OUTPUT_BIAS: ClassVar[str] = "output bias"  # begins the text of a move of bo
     cause: Cause
     text: str  # the mistake in words, with its parameters
     roles: tuple[str, ...] = ()  # the projections whose rows move
@@ -203,7 +195,7 @@ class MapName:
     def repair(self) -> str:
         """The repair in words."""
         weights, biases = (", ".join(f"{kind}{role}" for role in self.roles) for kind in "wb")
-        weights = biases if self.text.startswith(OUTPUT_BIAS) else weights
+        weights = biases if self.text.startswith(self.OUTPUT_BIAS) else weights
         return self.cause.remedy.format(weights=weights, biases=biases, text=self.text, move=self)
 
 

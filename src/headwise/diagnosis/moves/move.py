@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED, Cause
-from headwise.diagnosis.moves.maps import (
-    BOTH,
-    WEIGHTS,
-    MapName,
-    MatrixMap,
-    RowMap,
-    Rows,
-    list_heads,
-    take_rows,
-)
+from headwise.diagnosis.comparison import format_noun_with_numbers
+from headwise.diagnosis.moves.maps import BOTH, WEIGHTS, MapName, MatrixMap, RowMap, Rows, take_rows
 from headwise.diagnosis.moves.search import read_bits
 
 Edit = Callable[[Tensor], Tensor]  # of rows (heads, channels, columns)
@@ -299,7 +291,7 @@ def _group_factors(
     if all(_are_factors_constant(row, tolerance) for row in factors):
         by_head = [snap_to_power_of_two(float(row.median())) for row in factors]
         changed = [head for head, factor in enumerate(by_head) if factor != 1]
-        text = list_heads(changed)
+        text = format_noun_with_numbers("head", changed)
         if 0 in by_head and len({*by_head} - {1}) > 1:
             return None  # a head that is dropped while others are scaled is no factor
         is_sign = all(factor in (1, -1) for factor in by_head)
@@ -364,7 +356,7 @@ def find_zeroed_rows(role: str, a: Tensor, b: Tensor, tolerance: float) -> Move 
     if bool(zeros.all()):
         text = "all"
     elif int(zeros.sum()) == len(heads) * zeros.shape[1]:
-        text = list_heads(heads)
+        text = format_noun_with_numbers("head", heads)
     rows = tuple(zeros.flatten().nonzero().flatten().tolist())
     name = MapName(ROWS_ZERO, text, (role,), 0, (("heads", heads), ("rows", rows)))
     return Move(name, Edited({role: edit}))

@@ -16,17 +16,10 @@ from torch import Tensor
 
 from headwise.diagnosis import watch
 from headwise.diagnosis.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO
+from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.moves import families, find
 from headwise.diagnosis.moves import search as moves_search
-from headwise.diagnosis.moves.maps import (
-    BIASES,
-    BOTH,
-    WEIGHTS,
-    MapName,
-    MatrixMap,
-    RowMap,
-    list_heads,
-)
+from headwise.diagnosis.moves.maps import BIASES, BOTH, WEIGHTS, MapName, MatrixMap, RowMap
 from headwise.diagnosis.moves.move import BiasDropped, Edited, Limited, Move, Taken
 from headwise.diagnosis.outputs import scores, values
 from headwise.diagnosis.outputs.runs import Runs, agree_on_few, agrees, predict_each
@@ -55,14 +48,6 @@ def find_output_moves(model: AttentionModel, runs: Runs, *, crosses: bool) -> tu
         return ()
 
 
-def read_projections(model: AttentionModel, runs: Runs, *, crosses: bool) -> tuple[Read, ...]:
-    """Return the projections that, one alone, make the outputs of one or two tokens."""
-    try:
-        return tuple(_Search(model, runs, crosses).read_parted())
-    except OptionError:
-        return ()
-
-
 class _Search:
     def __init__(self, model: AttentionModel, runs: Runs, crosses: bool) -> None:
         self.model, self.runs, self.crosses = model, runs, crosses
@@ -74,25 +59,11 @@ class _Search:
             "is_interleaved": rotary is not None and rotary.pairing == "interleaved",
         }
 
-    def _make_calls(self) -> tuple[RecordedCall, RecordedCall]:
-        """Return calls of one token and of two tokens each."""
-        return (
-            self.runs.random_call(self.model, self._count_single_tokens(), 1, crosses=self.crosses),
-            self.runs.random_call(self.model, FEWEST, 2, crosses=self.crosses),
-        )
-
-    def read_parted(self) -> Iterator[Read]:
-        """Yield the roles that can be read, with right numbers where noise is all that is apart."""
-        single, pair = self._make_calls()
-        reads: Iterator[Read | None] = iter(())
-        if not agrees(self.model, single, self.runs.tolerance):
-            reads = self._read_values(single)
-        elif not agrees(self.model, pair, self.runs.tolerance):
-            reads = self._read_scores()
-        yield from (self._snapped(read)[0] for read in reads if read is not None)
-
     def yield_moves(self) -> Iterator[Moves]:
-        single, pair = self._make_calls()
+        single = self.runs.random_call(
+            self.model, self._count_single_tokens(), 1, crosses=self.crosses
+        )
+        pair = self.runs.random_call(self.model, FEWEST, 2, crosses=self.crosses)
         has_sink, model = "sink" in self.model.weights, self.model
         if not agrees(model, single, self.runs.tolerance):
             # No setting of the scores changes them, but where a sink takes a part of the weight.
@@ -267,18 +238,15 @@ class _Search:
             if read is not None:
                 yield from self._name_read(read)
 
-    def _snapped(self, read: Read) -> tuple[Read, float]:
+    def _name_read(self, read: Read) -> Iterator[Moves]:
         weights = self.model.weights
         tolerance = max(FLOOR_FINE if self.runs.is_fine else FLOOR, NOISE * read.noise)
         snapped = {n: _snap(x, weights[n], tolerance) for n, x in read.weights.items()}
-        return replace(read, weights=snapped), tolerance
-
-    def _name_read(self, read: Read) -> Iterator[Moves]:
-        weights = self.model.weights
-        read, tolerance = self._snapped(read)
-        state = {**weights, **read.weights}
+        read, state = replace(read, weights=snapped), {**weights, **snapped}
         report = find.find_state_moves(state, weights, tolerance=tolerance, **self.rotary)
-        if read.role not in report.unexplained:
+        if read.role in report.unexplained:
+            self.runs.unnamed.append((self.model, read))
+        else:
             yield from (moves for moves in (report.moves, *report.others) if moves)
         # Numbers that look initialised may be a change of right ones that look so too.
         if not report.unexplained and not any(m.cause.is_statistical for m in report.moves):
@@ -363,7 +331,7 @@ class _Search:
         parameters: tuple[tuple[str, object], ...] = (("rank", rank),)
         text = f"rank {rank}"
         if len(heads) < len(right):
-            parameters, text = (*parameters, ("heads", heads)), f"{text}, {list_heads(heads)}"
+            parameters, text = (*parameters, ("heads", heads)), f"{text}, {_list_heads(heads)}"
         edit = Edited({role: lambda x: x + whole.to(x.dtype)}, parts=WEIGHTS)
         return Move(MapName(ADAPTERS_MERGED, text, (role,), 0, parameters), edit)
 
@@ -402,6 +370,10 @@ def _snap(x: Tensor, right: Tensor, tolerance: float) -> Tensor:
     return torch.where((x - right).abs() <= limit, right, x)
 
 
+def _list_heads(heads: Sequence[int]) -> str:
+    return format_noun_with_numbers("head", heads)
+
+
 def _limit(
     move: Move, roles: tuple[str, ...], heads: tuple[int, ...], parts: tuple[str, ...]
 ) -> Move:
@@ -409,7 +381,7 @@ def _limit(
 
     def named(name: MapName) -> MapName:
         parameters = (*name.parameters, ("heads", heads))
-        text = f"{name.text}, {list_heads(heads)}" if name.text else list_heads(heads)
+        text = f"{name.text}, {_list_heads(heads)}" if name.text else _list_heads(heads)
         return replace(name, roles=roles, text=text, parameters=parameters)
 
     change = Limited(move.change, roles, heads, parts=parts)
@@ -417,7 +389,7 @@ def _limit(
 
 
 def _zero_head(role: str, head: int) -> Move:
-    name = MapName(ROWS_ZERO, list_heads((head,)), (role,), 0, (("heads", (head,)),))
+    name = MapName(ROWS_ZERO, _list_heads((head,)), (role,), 0, (("heads", (head,)),))
     parts = WEIGHTS if role == "o" else BOTH
     return Move(name, Edited({role: partial(_clear_heads, (head,))}, parts=parts))
 
@@ -433,7 +405,7 @@ def _drop_biases(roles: tuple[str, ...]) -> Move:
 
 
 def _drop_bias_of_heads(role: str, heads: tuple[int, ...]) -> Move:
-    name = MapName(BIAS_MISSING, list_heads(heads), (role,), 0, (("heads", heads),))
+    name = MapName(BIAS_MISSING, _list_heads(heads), (role,), 0, (("heads", heads),))
 
     return Move(name, Edited({role: partial(_clear_heads, heads)}, parts=BIASES))
 

@@ -31,22 +31,8 @@ def write_row_lines(wrong: State, right: State) -> tuple[str, ...]:
 
     Numbers that are lost, or that the wrong weights never had, cannot come back by a line.
     """
-    rows, is_whole = _write_rows(extract_rows(wrong), extract_rows(right))
-    bias, other = right.get("bo"), wrong.get("bo")
-    if bias is not None and not (other is not None and torch.equal(bias, other)):
-        line = "" if other is None else _write_vector("bo", 1, other, bias)
-        rows, is_whole = (*rows, line), is_whole and bool(line)
-    return rows if is_whole else ()
-
-
-def _write_rows(ours: Rows, theirs: Rows) -> tuple[tuple[str, ...], bool]:
-    """Return the lines that make right rows from wrong ones, and whether they make all."""
+    ours, theirs = map(_extract, (wrong, right))
     parted = [role for role in theirs.roles if not _is_equal(role, ours, theirs)]
-    lines = _write_parted(parted, ours, theirs)
-    return lines, bool(lines) or not parted
-
-
-def _write_parted(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, ...]:
     if not parted or any(ours.matrices[r].shape != theirs.matrices[r].shape for r in parted):
         return ()
     if any(role in theirs.biases and role not in ours.biases for role in parted):
@@ -57,6 +43,12 @@ def _write_parted(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str,
     if all(each):
         return tuple(line for lines in each for line in lines)
     return _write_fused(parted, ours, theirs)
+
+
+def _extract(state: State) -> Rows:
+    """Return the rows of canonical weights, with the output bias as that of o."""
+    rows, bias = extract_rows(state), {"o": state["bo"][None]} if "bo" in state else {}
+    return Rows(rows.matrices, {**rows.biases, **bias})
 
 
 def _is_equal(role: str, a: Rows, b: Rows) -> bool:
@@ -98,6 +90,7 @@ def _write_role(role: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
             return ()
         lines.append(f"w{role} = {_transpose_back(expression) if role == 'o' else expression}")
     if role in theirs.biases and not torch.equal(ours.biases[role], theirs.biases[role]):
+        heads = 1 if role == "o" else heads
         line = _write_vector(f"b{role}", heads, ours.biases[role], theirs.biases[role])
         if not line:
             return ()
@@ -261,15 +254,14 @@ def write_number(number: float) -> str:
 
 def write_form(number: float, *, head_dim: int, width: int) -> str:
     """Return a number in code, by its formula where it has one in these sizes."""
-    form = find_factor_formula(number, head_dim=head_dim, width=width)
     short = float(f"{number:.6g}")
     number = short if math.isclose(short, number, rel_tol=NEAR) else number
+    form = find_factor_formula(number, head_dim=head_dim, width=width)
     if not form or "log" in form or "ln" in form:
         return write_number(number)
-    code = re.sub(r"sqrt\(([^)]*)\)", r"(\1)**0.5", form)
-    code = code.replace("head_dim", str(head_dim)).replace("width", str(width))
-    code = re.sub(r"\((\w+)\)", r"\1", code)
-    return f"({code})" if " " in code else code
+    form = re.sub(r"sqrt\(([^)]*)\)", r"(\1)**0.5", form).replace("head_dim", str(head_dim))
+    form = re.sub(r"\((\w+)\)", r"\1", form.replace("width", str(width)))
+    return f"({form})" if " " in form else form
 
 
 def _write_fused(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, ...]:
