@@ -130,7 +130,7 @@ class Comparison:
         sides = [(self.first, "first"), (self.second, "second")]
         (_, name), (other, needy) = sides[::-1] if self.second.is_causal else sides
         settings = None if other.model is None else other.model.settings
-        has_mask = settings is not None and 0 in (not settings.causal, *(settings.sides or ())[1:])
+        has_mask = settings and (settings.causal or (settings.sides or (0, 1))[1] == 0)
         if has_mask or not any(probe.is_made_causal for probe in self.probes):
             return ""
         mask = "`Mask.causal()`" if isinstance(other, NativeSubject) else "a causal mask"

@@ -193,12 +193,14 @@ class Family:
     starts: tuple[float, ...]  # of the fit
     is_log: bool = False  # the logarithm is fitted, for positive numbers
     forms: tuple[float, ...] = ()  # closed forms that the number may have
+    limit: float | None = None  # as which all lower numbers than the starts do, if it does
 
     def list_plain(self, number: float) -> list[float]:
         """Return numbers near a fitted one that a person may have written, the plainest first."""
         rounded = [float(f"{number:.{digits}g}") for digits in (1, 2, 3)]
-        near = (x for x in (*self.forms, *rounded) if abs(x - number) <= NEAR * abs(number))
-        return list(dict.fromkeys(near))
+        near = [x for x in (*self.forms, *rounded) if abs(x - number) <= NEAR * abs(number)]
+        is_lower = self.limit is not None and number < min(self.starts)
+        return list(dict.fromkeys([self.limit, *near] if is_lower else near))  # type: ignore[list-item]
 
 
 Variants: TypeAlias = Iterator[Variant | Family]

@@ -315,13 +315,13 @@ def _finite_for_inf(evidence: Evidence) -> Variants:
             def make(number: float, scope: str = scope, word: str = word) -> Variant:
                 model = evidence.replace_stages(SCORES, _number_hidden, scope, number, word)
                 number = 0.0 if abs(number) < LEAST else number
-                value = f"{number:.2g} or less" if number <= NUMBERS[0] else number
+                value = f"{BELOW} or less" if number == LOWEST[0] else number
                 parameters = {f"{word} hidden keys": value}
                 return Variant(model, parameters, repair, {} if scope == "all" else {"of": scope})
 
             yield make(0.0)
             starts = NUMBERS if cap is None else (*NUMBERS, -cap)
-            yield Family(make, starts)
+            yield Family(make, starts, limit=LOWEST[0])
     scores = (evidence.model.predict_stage("scores", call) for call in evidence.calls)
     if any(bool(_find_empty_rows(each).any()) for each in scores):
         for number in LOWEST:
@@ -332,6 +332,7 @@ def _finite_for_inf(evidence: Evidence) -> Variants:
 # From which the fit of a number starts: weights are powers of e, so that one far above is flat.
 NUMBERS = (*map(float, range(-20, -12, 2)), *map(float, range(-12, 2)))
 LEAST = 1e-6  # a smaller number is 0
+BELOW = -22  # a number whose power no sum of weights shows
 
 
 def _scopes(evidence: Evidence) -> list[str]:

@@ -231,9 +231,9 @@ def _write_scale(code: Code, wrong: float, heads: tuple[int, ...] | None) -> Lin
     _, head_dim, width = code.model.weights["wq"].shape
     right, sizes = code.settings.factor, {"head_dim": head_dim, "width": width}
     form = find_factor_formula(wrong, **sizes)
-    quotient = f"{write_form(right, **sizes)} / {write_form(wrong, **sizes)}"
-    if not form or math.isclose(right / wrong, round(right / wrong, 3)):
-        quotient = write_form(right / wrong, **sizes)
+    quotient = write_form(right / wrong, **sizes)
+    if form and "*" not in quotient and not math.isclose(right / wrong, round(right / wrong, 3)):
+        quotient = f"{write_form(right, **sizes)} / {write_form(wrong, **sizes)}"
     part = "scores" if heads is None else f"scores[:, {list(heads)}]"
     comment = f"scale {right:.6g} in place of {form or f'{wrong:.6g}'}"
     yield f"{part} = {part} * {quotient}  # {comment}"

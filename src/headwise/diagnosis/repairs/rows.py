@@ -253,11 +253,11 @@ def write_number(number: float) -> str:
 
 
 def write_form(number: float, *, head_dim: int, width: int) -> str:
-    """Return a number in code, by its formula where it has one in these sizes."""
+    """Return a number in code, by its formula where that is shorter than its digits."""
     short = float(f"{number:.6g}")
     number = short if math.isclose(short, number, rel_tol=NEAR) else number
     form = find_factor_formula(number, head_dim=head_dim, width=width)
-    if not form or "log" in form or "ln" in form:
+    if not form or form[0] == "l" or math.isclose(number, round(number, 3)):
         return write_number(number)
     form = re.sub(r"sqrt\(([^)]*)\)", r"(\1)**0.5", form).replace("head_dim", str(head_dim))
     form = re.sub(r"\((\w+)\)", r"\1", form.replace("width", str(width)))
