@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis import Inputs
@@ -147,6 +149,24 @@ def test_a_number_below_all_that_show_is_said_as_a_bound() -> None:
     inputs = Inputs(torch.randn(2, 7, WIDTH), mask=mask)
     cause = only_cause(compare_among(["finite number for -inf"], port, layer, inputs))
     assert cause.parameters == {"added hidden keys": "-22 or less"}
+
+
+def test_a_side_that_is_causal_by_itself_is_no_plain_same() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=48, n_head=4, attn_implementation="eager")
+    theirs = GPT2Attention(config, layer_idx=0).eval()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    ours = Attention.from_layout(theirs.state_dict(), layout="gpt2", num_heads=4)
+    diagnosis = compare(ours, theirs)
+    assert (diagnosis.verdict, bool(diagnosis)) == (Verdict.UNDER_MASK, True)
+    said = "The second is causal by itself; pass `Mask.causal()` to the first."
+    assert diagnosis.answer.endswith(said)
+    causal = Attention.from_layout(theirs.state_dict(), layout="gpt2", num_heads=4)
+    causal.window = (None, 0)
+    assert compare(causal, theirs).verdict in (Verdict.SAME, Verdict.TO_ROUNDING)
+    masked = Inputs(torch.randn(2, 7, 48), mask=torch.ones(7, 7).tril().bool())
+    assert compare(ours, theirs, masked).verdict in (Verdict.SAME, Verdict.TO_ROUNDING)
 
 
 def test_rows_are_ranges_and_lost_ones_are_loaded_again() -> None:
