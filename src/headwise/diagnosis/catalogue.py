@@ -84,6 +84,7 @@ ROTATED = ("q after rotary", "k after rotary")
 PLACED = (*ROTATED, "scores")  # the stages that depend on positions
 SCORES, WEIGHTS = ("scores",), ("weights",)
 MIXED = ("scores", "head outputs")  # the stages in which heads meet keys and values
+EVERY = ("q", "k", "v", *NORMED, "scores", "weights", "head outputs", "output")
 BY_NUMBER = "load each layer by its number"
 OWN_TENSOR = "load {weights} from its own tensor: {text}"
 NOT_LOADED = "load {weights}: not loaded, but initialised"
@@ -206,16 +207,8 @@ ACTIVATIONS_DTYPE = Cause(
     cost=1.2,
 )
 NUMBER_OF_HEADS = Cause("number of heads", WITH_HEADS, STATED)
-HEADS_GONE = Cause(
-    "heads gone",
-    ("q", "k", "v", *NORMED, "scores", "weights", "head outputs", "output"),
-    cost=1.5,
-)
-KV_HEADS_MERGED = Cause(
-    "kv heads merged",
-    ("q", "k", "v", *NORMED, "scores", "weights", "head outputs", "output"),
-    cost=1.5,
-)
+HEADS_GONE = Cause("heads gone", EVERY, cost=1.5)
+KV_HEADS_MERGED = Cause("kv heads merged", EVERY, cost=1.5)
 SPLIT_WITHOUT_TRANSPOSE = Cause("split without transpose", ("q", "k", "v"), REPORTED)
 MERGE_WITHOUT_TRANSPOSE = Cause("merge without transpose", ("output",), REPORTED)
 BATCH_AND_HEADS = Cause("batch and heads in another order", ("q", "k", "v", *MIXED))

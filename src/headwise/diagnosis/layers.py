@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from headwise.diagnosis import catalogue, functions, models, probes, search, unseen, watch, ways
 from headwise.diagnosis.causes import dropout
@@ -260,19 +259,18 @@ class Comparison:
         left = explained.search.left.stages_beyond_rounding
         if not left or watch.current().stopped:
             return
-        causes, runs = explained.search.causes, explained.calls[0].runs
+        causes, runs, other = explained.search.causes, explained.calls[0].runs, self.doubtful.model
         right = causes[-1].model if causes else self.model
-        found: dict[str, Tensor] = {}
-        if runs is not None and left == ["output"]:
-            reads = [read for model, read in runs.unnamed if model is right]
-            found = {read.role: read.weights[f"w{read.role}"] for read in reads}
-        elif self.doubtful.model is not None:
-            roles = (role for role, stage in STAGE_OF.items() if stage in left)
-            found = {role: self.doubtful.model.weights[f"w{role}"] for role in roles}
-        for number, (role, x) in enumerate(found.items()):
-            wanted = right.weights[f"w{role}"]
-            if x.shape == wanted.shape and not torch.equal(x, wanted):
-                yield f"{'or ' if number and runs else ''}{describe_matrix(f'w{role}', x, wanted)}"
+        names = [f"w{role}" for role, stage in STAGE_OF.items() if stage in left]
+        found = {name: other.weights[name] for name in names if other is not None}
+        if runs is not None:  # of which each, one alone, makes the outputs
+            reads = (read for model, read in runs.unnamed if model is right)
+            found = {name: read.weights[name] for read in reads for name in [f"w{read.role}"]}
+        pairs = [(name, x, right.weights[name]) for name, x in found.items()]
+        parted = [each for each in pairs if each[1].shape == each[2].shape]
+        parted = [each for each in parted if not torch.equal(*each[1:])]
+        if parted:
+            yield (", or " if runs else "; ").join(describe_matrix(*each) for each in parted)
 
     def _explain(
         self, calls: Sequence[RecordedCall], names: Sequence[str], side: str

@@ -192,7 +192,9 @@ class ExplainedCalls:
         before = [self.model, *(each.variant.model for each in causes)]
         if not self.language or not causes:
             rows = map(write_weights, causes, before)
-            return [Repair(x, ON_WEIGHTS) if x else y for x, y in zip(rows, words, strict=False)]
+            return [
+                Repair(x, ON_WEIGHTS.words) if x else y for x, y in zip(rows, words, strict=False)
+            ]
         scores = (self.model.predict_stage("scores", call) for call in calls)
         code = Code(
             self.model,

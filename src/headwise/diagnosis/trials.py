@@ -113,11 +113,6 @@ class NamedCause:
         rank = REPORTED if self.variant.rank is None else self.variant.rank
         return (self.cause.is_statistical, -len(self.stages), rank, cost, self.left)
 
-    @property
-    def rank(self) -> int:
-        """How the cause is known."""
-        return self.cause.rank if self.variant.rank is None else self.variant.rank
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -300,7 +295,7 @@ def find_best_single_cause(
     best, *others = sorted(exact, key=lambda each: each.sort_key)
     equals = dict.fromkeys(
         each.name
-        for each in sorted(others, key=lambda each: each.rank)
+        for each in sorted(others, key=lambda x: x.variant.rank or x.cause.rank)
         if {*each.cells} == {*best.cells} and each.cause.is_statistical == best.cause.is_statistical
     )
     equals.pop(best.name, None)

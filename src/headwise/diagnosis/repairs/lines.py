@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from headwise.diagnosis import catalogue
@@ -332,51 +332,37 @@ def _around(_code: Code, _: str) -> Lines:
 
 # ---- the place of each cause --------------------------------------------------------------------
 
-Writer = Callable[[Code, str], Lines]
-SIZES = "where the sizes are set"
-PROJECTIONS = "where q, k and v are computed"
-NORMS = "where q and k are normalised"
-NORM_AND_ROTATION = "where q and k are normalised and rotated"
-FREQUENCIES = "where the frequencies are computed"
-ANGLES = "where the angles are computed"
-ROTATION = "where q and k are rotated"
-WHOLE_ROTATION = "for the whole rotation"
-CACHE = "where keys are added to the cache"
-GROUPS = "where kv heads are repeated"
-SCORES = "where the scores are computed"
-SOFTCAP = "where scores are capped"
-BIAS = "where the bias is added to the scores"
-MASK = "where keys are hidden"
-MASK_AND_SOFTMAX = "from where keys are hidden to the softmax"
-SOFTMAX = "in place of the softmax"
-MIX = "where values are mixed"
-OUTPUT = "where the output is computed"
-AROUND = "around the function"
-# Where the lines stand in the code -> what writes them.
-PLACES: Mapping[str, Writer] = {
-    SIZES: _sizes,
-    PROJECTIONS: _projections,
-    NORMS: _norms,
-    NORM_AND_ROTATION: _norm_and_rotation,
-    FREQUENCIES: _frequencies,
-    ANGLES: _angles,
-    ROTATION: _rotation,
-    WHOLE_ROTATION: _whole_rotation,
-    CACHE: _cache,
-    GROUPS: _groups,
-    SCORES: _scores,
-    SOFTCAP: _softcap,
-    BIAS: _bias,
-    MASK: _mask,
-    MASK_AND_SOFTMAX: _mask_and_softmax,
-    SOFTMAX: _softmax,
-    MIX: _mix,
-    OUTPUT: _output,
-    AROUND: _around,
-}
-ON_WEIGHTS = "once, on the weights"
 
-PLACE_OF: Mapping[Cause, str] = {
+@dataclass(frozen=True)
+class Place:
+    """Where lines stand in the code, in words, and what writes them."""
+
+    words: str
+    write: Callable[[Code, str], Lines]
+
+
+SIZES = Place("where the sizes are set", _sizes)
+PROJECTIONS = Place("where q, k and v are computed", _projections)
+NORMS = Place("where q and k are normalised", _norms)
+NORM_AND_ROTATION = Place("where q and k are normalised and rotated", _norm_and_rotation)
+FREQUENCIES = Place("where the frequencies are computed", _frequencies)
+ANGLES = Place("where the angles are computed", _angles)
+ROTATION = Place("where q and k are rotated", _rotation)
+WHOLE_ROTATION = Place("for the whole rotation", _whole_rotation)
+CACHE = Place("where keys are added to the cache", _cache)
+GROUPS = Place("where kv heads are repeated", _groups)
+SCORES = Place("where the scores are computed", _scores)
+SOFTCAP = Place("where scores are capped", _softcap)
+BIAS = Place("where the bias is added to the scores", _bias)
+MASK = Place("where keys are hidden", _mask)
+MASK_AND_SOFTMAX = Place("from where keys are hidden to the softmax", _mask_and_softmax)
+SOFTMAX = Place("in place of the softmax", _softmax)
+MIX = Place("where values are mixed", _mix)
+OUTPUT = Place("where the output is computed", _output)
+AROUND = Place("around the function", _around)
+ON_WEIGHTS = Place("once, on the weights", lambda *_: iter(()))
+
+PLACE_OF: Mapping[Cause, Place] = {
     catalogue.BIAS_MISSING: PROJECTIONS,
     catalogue.SPLIT_WITHOUT_TRANSPOSE: PROJECTIONS,
     catalogue.NUMBER_OF_HEADS: SIZES,
@@ -484,44 +470,35 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
 
     ``before`` is the model without the fault.
     """
-    cause, variant = named.cause, named.variant
+    cause, variant, place = named.cause, named.variant, PLACE_OF.get(named.cause)
     if cause in WORDS_ALONE or not _is_plain(code.settings):
         return None
-    place = PLACE_OF.get(cause, "")
     rows = write_weights(named, before)
-    if place == ROTATION and any("permutation" in name for name in named.equals):
+    if place is ROTATION and any("permutation" in name for name in named.equals):
         rows = _write_pairs(before, variant.model)
     if rows:
-        return Repair(translate(rows, code.language), ON_WEIGHTS)
-    if place in ("", ON_WEIGHTS):
+        return Repair(translate(rows, code.language), ON_WEIGHTS.words)
+    if place is None:
         return None
-    place = MASK_AND_SOFTMAX if place == MASK and code.has_empty_rows else place
+    place = MASK_AND_SOFTMAX if place is MASK and code.has_empty_rows else place
     stated = variant.parameters.get("roles", "qkv")
-    roles = stated if place == PROJECTIONS else "qk"
-    lines = tuple(PLACES[place](code, roles))
+    lines, words = [*place.write(code, stated if place is PROJECTIONS else "qk")], place.words
     if "scale" in variant.parameters:
-        lines = tuple(_write_scale(code, variant.parameters["scale"], named.heads))
-        place = "before scores are capped, biased or masked"
-    return Repair(translate(_name_weights(lines), code.language), place) if lines else None
+        lines = [*_write_scale(code, variant.parameters["scale"], named.heads)]
+        words = "before scores are capped, biased or masked"
+    if named_weights := dict.fromkeys(re.findall(r"\b[wb][qkvog]\b", " ".join(lines))):
+        weights = ", ".join(named_weights)
+        lines.append(f"# {weights}: of the right layer, as torch.nn.Linear stores them")
+    return Repair(translate(tuple(lines), code.language), words) if lines else None
 
 
 def write_weights(named: NamedCause, before: AttentionModel) -> tuple[str, ...]:
     """Return the lines on weights that repair a cause of weights; () where none do."""
-    place, weights = PLACE_OF.get(named.cause, ""), named.variant.model.weights
-    if named.cause in WORDS_ALONE or place not in ("", GROUPS, ON_WEIGHTS):
+    place, weights = PLACE_OF.get(named.cause), named.variant.model.weights
+    if named.cause in WORDS_ALONE or place not in (None, GROUPS, ON_WEIGHTS):
         return ()
-    write = write_norm_lines if place == ON_WEIGHTS else write_row_lines
+    write = write_norm_lines if place is ON_WEIGHTS else write_row_lines
     return write(weights, before.weights)
-
-
-def _name_weights(lines: Iterable[str]) -> tuple[str, ...]:
-    """Return lines with a comment on the weights that they name."""
-    names = dict.fromkeys(re.findall(WEIGHT_NAMES, "\n".join(lines)))
-    comment = f"# {', '.join(names)}: of the right layer, as torch.nn.Linear stores them"
-    return (*lines, comment) if names else (*lines,)
-
-
-WEIGHT_NAMES = r"\b[wb][qkvog]\b"
 
 
 def _is_plain(settings: AttentionSpec) -> bool:
