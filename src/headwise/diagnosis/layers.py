@@ -125,7 +125,7 @@ class Comparison:
 
     @property
     def _condition(self) -> str:
-        """What one side needs to be the other one, a sentence; "" where it is causal too."""
+        """The mask that one side needs to be the other, in a sentence; "" for none."""
         sides = [(self.first, "first"), (self.second, "second")]
         (_, name), (other, needy) = sides[::-1] if self.second.is_causal else sides
         settings = None if other.model is None else other.model.settings
@@ -262,11 +262,11 @@ class Comparison:
         causes, runs, other = explained.search.causes, explained.calls[0].runs, self.doubtful.model
         right = causes[-1].model if causes else self.model
         names = [f"w{role}" for role, stage in STAGE_OF.items() if stage in left]
-        found = {name: other.weights[name] for name in names if other is not None}
+        changed = {name: other.weights[name] for name in names if other is not None}
         if runs is not None:  # of which each, one alone, makes the outputs
             reads = (read for model, read in runs.unnamed if model is right)
-            found = {name: read.weights[name] for read in reads for name in [f"w{read.role}"]}
-        pairs = [(name, x, right.weights[name]) for name, x in found.items()]
+            changed = {name: read.weights[name] for read in reads for name in [f"w{read.role}"]}
+        pairs = [(name, x, right.weights[name]) for name, x in changed.items()]
         parted = [each for each in pairs if each[1].shape == each[2].shape]
         parted = [each for each in parted if not torch.equal(*each[1:])]
         if parted:

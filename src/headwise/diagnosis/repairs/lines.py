@@ -334,35 +334,35 @@ def _around(_code: Code, _: str) -> Lines:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where lines stand in the code, in words, and what writes them."""
+class LinePlace:
+    """A place of lines in the code, in words, and the function that writes them."""
 
     words: str
     write: Callable[[Code, str], Lines]
 
 
-SIZES = Place("where the sizes are set", _sizes)
-PROJECTIONS = Place("where q, k and v are computed", _projections)
-NORMS = Place("where q and k are normalised", _norms)
-NORM_AND_ROTATION = Place("where q and k are normalised and rotated", _norm_and_rotation)
-FREQUENCIES = Place("where the frequencies are computed", _frequencies)
-ANGLES = Place("where the angles are computed", _angles)
-ROTATION = Place("where q and k are rotated", _rotation)
-WHOLE_ROTATION = Place("for the whole rotation", _whole_rotation)
-CACHE = Place("where keys are added to the cache", _cache)
-GROUPS = Place("where kv heads are repeated", _groups)
-SCORES = Place("where the scores are computed", _scores)
-SOFTCAP = Place("where scores are capped", _softcap)
-BIAS = Place("where the bias is added to the scores", _bias)
-MASK = Place("where keys are hidden", _mask)
-MASK_AND_SOFTMAX = Place("from where keys are hidden to the softmax", _mask_and_softmax)
-SOFTMAX = Place("in place of the softmax", _softmax)
-MIX = Place("where values are mixed", _mix)
-OUTPUT = Place("where the output is computed", _output)
-AROUND = Place("around the function", _around)
-ON_WEIGHTS = Place("once, on the weights", lambda *_: iter(()))
+SIZES = LinePlace("where the sizes are set", _sizes)
+PROJECTIONS = LinePlace("where q, k and v are computed", _projections)
+NORMS = LinePlace("where q and k are normalised", _norms)
+NORM_AND_ROTATION = LinePlace("where q and k are normalised and rotated", _norm_and_rotation)
+FREQUENCIES = LinePlace("where the frequencies are computed", _frequencies)
+ANGLES = LinePlace("where the angles are computed", _angles)
+ROTATION = LinePlace("where q and k are rotated", _rotation)
+WHOLE_ROTATION = LinePlace("for the whole rotation", _whole_rotation)
+CACHE = LinePlace("where keys are added to the cache", _cache)
+GROUPS = LinePlace("where kv heads are repeated", _groups)
+SCORES = LinePlace("where the scores are computed", _scores)
+SOFTCAP = LinePlace("where scores are capped", _softcap)
+BIAS = LinePlace("where the bias is added to the scores", _bias)
+MASK = LinePlace("where keys are hidden", _mask)
+MASK_AND_SOFTMAX = LinePlace("from where keys are hidden to the softmax", _mask_and_softmax)
+SOFTMAX = LinePlace("in place of the softmax", _softmax)
+MIX = LinePlace("where values are mixed", _mix)
+OUTPUT = LinePlace("where the output is computed", _output)
+AROUND = LinePlace("around the function", _around)
+ON_WEIGHTS = LinePlace("once, on the weights", lambda *_: iter(()))
 
-PLACE_OF: Mapping[Cause, Place] = {
+PLACE_OF: Mapping[Cause, LinePlace] = {
     catalogue.BIAS_MISSING: PROJECTIONS,
     catalogue.SPLIT_WITHOUT_TRANSPOSE: PROJECTIONS,
     catalogue.NUMBER_OF_HEADS: SIZES,
