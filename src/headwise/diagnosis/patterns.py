@@ -63,12 +63,12 @@ def describe_calls(calls: Sequence[RecordedCall], parted: AbstractSet[int]) -> s
     return ""
 
 
-def describe_matrix(name: str, found: Tensor, right: Tensor) -> str:
+def describe_matrix(name: str, other: Tensor, right: Tensor) -> str:
     """Return the rows and columns of weights that differ, and by how much, in words.
 
     Both are canonical: ``wo`` has a column for each channel of a head, the others a row.
     """
-    apart = (found - right).flatten(0, 1)
+    apart = (other - right).flatten(0, 1)
     apart = (apart.T if name == "wo" else apart).abs()
     parts = []
     for noun, sizes in (("row", apart.amax(1)), ("column", apart.amax(0))):
