@@ -127,10 +127,11 @@ class Comparison:
     def _condition(self) -> str:
         """The mask that one side needs to be the other, in a sentence; "" for none."""
         sides = [(self.first, "first"), (self.second, "second")]
-        (_, name), (other, needy) = sides[::-1] if self.second.is_causal else sides
+        (causal, name), (other, needy) = sides[::-1] if self.second.is_causal else sides
         settings = None if other.model is None else other.model.settings
         has_mask = settings and (settings.causal or (settings.sides or (0, 1))[1] == 0)
-        if has_mask or not any(probe.is_made_causal for probe in self.probes):
+        is_added = any(probe.is_made_causal for probe in self.probes)
+        if has_mask or not (causal.is_causal and is_added):
             return ""
         mask = "`Mask.causal()`" if isinstance(other, NativeSubject) else "a causal mask"
         return f"The {name} is causal by itself; pass {mask} to the {needy}."
