@@ -131,7 +131,7 @@ class Comparison:
         settings = None if other.model is None else other.model.settings
         has_mask = settings and (settings.causal or (settings.sides or (0, 1))[1] == 0)
         is_added = any(probe.is_made_causal for probe in self.probes)
-        if has_mask or not (causal.is_causal and is_added):
+        if has_mask or other.is_causal or not (causal.is_causal and is_added):
             return ""
         mask = "`Mask.causal()`" if isinstance(other, NativeSubject) else "a causal mask"
         return f"The {name} is causal by itself; pass {mask} to the {needy}."
