@@ -13,6 +13,7 @@ from benchmarks.field import formulas, references
 from benchmarks.field.case import FieldCase
 from benchmarks.field.truth import PROPOSED, Truth
 from headwise.diagnosis import Diagnosis, Verdict
+from headwise.diagnosis.catalogue import CAUSES
 from headwise.errors import HeadwiseError
 
 WHERE_RIGHT = {"same": "same", "unknown": "unknown"}
@@ -66,6 +67,10 @@ def score_job(job: tuple[FieldCase, Truth | None]) -> Score:
     return score(*job)
 
 
+# Truths have the name of a cause's row for both directions of a fault.
+ROWS = {cause.unexpected: cause.name for cause in CAUSES if cause.unexpected}
+
+
 def _judge(diagnosis: Diagnosis, truth: Truth | None) -> tuple[str, tuple[str, ...]]:
     if diagnosis.verdict.is_same:
         return "same", ()
@@ -77,7 +82,7 @@ def _judge(diagnosis: Diagnosis, truth: Truth | None) -> tuple[str, tuple[str, .
         return "unknown", ()
     if truth is None:
         return "wrong", named
-    said = [{cause.name, *cause.equals} for cause in causes]
+    said = [{ROWS.get(n, n) for n in (cause.name, *cause.equals)} for cause in causes]
     # Each fault takes a cause that names it; a cause that is left over is wrong.
     # A cause may be in the catalogue now under the name that was proposed for it.
     left = [{name.removeprefix(PROPOSED) for name in fault} for fault in truth.causes]

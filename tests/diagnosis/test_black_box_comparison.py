@@ -31,6 +31,17 @@ def isolate(function: Callable[..., Tensor], layer: Attention) -> tuple[str, ...
     ).sentences
 
 
+def test_tokens_that_do_not_see_themselves_are_named(layer: Attention) -> None:
+    def port(x: Tensor) -> Tensor:
+        tokens = x.shape[1]
+        allowed = ~torch.eye(tokens, dtype=torch.bool) if tokens > 1 else torch.ones(1, 1).bool()
+        output: Tensor = layer(x, mask=Mask.may_attend(allowed, axes="queries keys"))
+        return output
+
+    pairs = "query 0 of the first does not see key 0, and so for 4 more pairs"
+    assert pairs in isolate(port, layer)
+
+
 def disturbed(layer: Attention, projection: str, rows: slice) -> Attention:
     other = copy.deepcopy(layer)
     with torch.no_grad():

@@ -15,6 +15,11 @@ from pathlib import Path
 PAGES = Path(__file__).with_name("causes") / "pages"
 
 
+# How a cause is known; of those that explain the same, lower ones are listed first.
+RANKS = ("a setting of configs", "a public report", "possible")
+STATED, REPORTED, POSSIBLE = range(len(RANKS))
+
+
 @dataclass(frozen=True)
 class Cause:
     """A reason why two attentions differ.
@@ -27,10 +32,12 @@ class Cause:
 
     name: str  # in a few words, as reports print it
     stages: tuple[str, ...]  # that it can change when those before them are given
+    rank: int = POSSIBLE  # of `RANKS`
     cost: float = 1.0  # rank among causes that explain the same; a lower one is named first
     is_whole: bool = False
     is_statistical: bool = False  # numbers are only likely by this cause; exact ones come first
     remedy: str = "undo it in {weights}: {move}"  # makes weights right again that moved so
+    unexpected: str = ""  # the name where the side in doubt has what the other one lacks
 
     @property
     def page(self) -> str:
@@ -77,103 +84,115 @@ ROTATED = ("q after rotary", "k after rotary")
 PLACED = (*ROTATED, "scores")  # the stages that depend on positions
 SCORES, WEIGHTS = ("scores",), ("weights",)
 MIXED = ("scores", "head outputs")  # the stages in which heads meet keys and values
+EVERY = ("q", "k", "v", *NORMED, "scores", "weights", "head outputs", "output")
 BY_NUMBER = "load each layer by its number"
 OWN_TENSOR = "load {weights} from its own tensor: {text}"
 NOT_LOADED = "load {weights}: not loaded, but initialised"
 
-Q_AND_K_EXCHANGED = Cause("q and k exchanged", ("q", "k"))
-K_AND_V_EXCHANGED = Cause("k and v exchanged", ("k", "v"))
+Q_AND_K_EXCHANGED = Cause("q and k exchanged", ("q", "k"), REPORTED)
+K_AND_V_EXCHANGED = Cause("k and v exchanged", ("k", "v"), REPORTED)
 Q_AND_V_EXCHANGED = Cause("q and v exchanged", ("q", "v"))
 ANOTHER_ROLE = Cause("rows of another role", PROJECTED, cost=1.06, remedy=OWN_TENSOR)
-FUSED_ROW_ORDER = Cause("order of fused rows", PROJECTED, cost=1.02)
-FUSED_ROW_NESTING = Cause("nesting of fused rows", PROJECTED, cost=1.03)
-FUSED_ROW_GROUPS = Cause("kv groups of fused rows", PROJECTED, cost=1.03)
+FUSED_ROW_ORDER = Cause("order of fused rows", PROJECTED, REPORTED, cost=1.02)
+FUSED_ROW_NESTING = Cause("nesting of fused rows", PROJECTED, REPORTED, cost=1.03)
+FUSED_ROW_GROUPS = Cause("kv groups of fused rows", PROJECTED, REPORTED, cost=1.03)
 FUSED_ROW_CUT = Cause("fused rows cut at another place", PROJECTED, cost=1.07)
-HEADS_INTERLEAVED = Cause("heads interleaved", PROJECTED, cost=1.04)
+HEADS_INTERLEAVED = Cause("heads interleaved", PROJECTED, REPORTED, cost=1.04)
 HEADS_PERMUTED = Cause("heads permuted", PROJECTED, cost=1.05)
-OUTPUT_GROUP_ORDER = Cause("output heads in another group order", PROJECTED, cost=1.04)
-OUTPUT_RESHAPED = Cause("output projection reshaped with exchanged axes", PROJECTED, cost=1.05)
+OUTPUT_GROUP_ORDER = Cause("output heads in another group order", PROJECTED, REPORTED, cost=1.04)
+OUTPUT_RESHAPED = Cause(
+    "output projection reshaped with exchanged axes", PROJECTED, REPORTED, cost=1.05
+)
 PROJECTION_RESHAPED = Cause("projection reshaped with exchanged axes", PROJECTED, cost=1.05)
 MATRIX_TRANSPOSED = Cause(
-    "square matrix transposed", PROJECTED, cost=1.02, remedy="transpose {weights}: weight.mT"
+    "square matrix transposed",
+    PROJECTED,
+    REPORTED,
+    cost=1.02,
+    remedy="transpose {weights}: weight.mT",
 )
-ROTARY_PERMUTATION_MISSING = Cause("rotary permutation missing", PROJECTED, cost=1.01)
-ROTARY_PERMUTATION_DOUBLED = Cause("rotary permutation doubled", PROJECTED, cost=1.01)
+ROTARY_PERMUTATION_MISSING = Cause("rotary permutation missing", PROJECTED, REPORTED, cost=1.01)
+ROTARY_PERMUTATION_DOUBLED = Cause("rotary permutation doubled", PROJECTED, REPORTED, cost=1.01)
 ROTARY_PERMUTATION_HEADS = Cause(
-    "rotary permutation with a wrong number of heads", PROJECTED, cost=1.02
+    "rotary permutation with a wrong number of heads", PROJECTED, REPORTED, cost=1.02
 )
 ROTARY_PERMUTATION_WIDTH = Cause("rotary permutation of another width", PROJECTED, cost=1.03)
-KV_HEADS_TILED = Cause("kv heads tiled instead of repeated", WITH_HEADS, cost=1.04)
-SHARD_ORDER = Cause("shards joined in the wrong order", PROJECTED, cost=1.06)
+KV_HEADS_TILED = Cause("kv heads tiled instead of repeated", WITH_HEADS, REPORTED, cost=1.04)
+SHARD_ORDER = Cause("shards joined in the wrong order", PROJECTED, REPORTED, cost=1.06)
 SIGN = Cause("sign", ("q", "k", "v", "head outputs", "output"), cost=1.07)
-FACTOR = Cause("factor", PROJECTED, cost=1.08)
-ROWS_ZERO = Cause("rows zero", PROJECTED, cost=1.07)
-WEIGHTS_ROUNDED = Cause(
-    "dtype's rounding of weights", PROJECTED, remedy="load the weights in a wider dtype than {text}"
+FACTOR = Cause("factor", PROJECTED, REPORTED, cost=1.08)
+ROWS_ZERO = Cause(
+    "rows zero", PROJECTED, REPORTED, cost=1.07, remedy="load {weights} again: zero in {text}"
 )
-BIAS_MISSING = Cause("bias missing", PROJECTED, remedy="load the biases {biases}")
+WEIGHTS_ROUNDED = Cause(
+    "dtype's rounding of weights",
+    PROJECTED,
+    REPORTED,
+    remedy="load the weights in a wider dtype than {text}",
+)
+BIAS_MISSING = Cause("bias missing", PROJECTED, STATED, remedy="load the biases {biases}")
 INITIAL_WEIGHTS = Cause(
-    "weights at their initial values", PROJECTED, is_statistical=True, remedy=NOT_LOADED
+    "weights at their initial values", PROJECTED, REPORTED, is_statistical=True, remedy=NOT_LOADED
 )
 OUTPUT_PROJECTION_MISSING = Cause("output projection missing", ("output",))
 MODULE_BYPASSED = Cause("projection never called", PROJECTED, cost=0.5)
-ADAPTERS_MERGED = Cause("adapters merged or not", PROJECTED, cost=2.2)
-SCALE = Cause("scale", SCORES)
-ROTARY_THETA = Cause("rotary theta", ROTATED)
-ROTARY_PAIRING = Cause("rotary pairing", ROTATED)
-ROTARY_PARTIAL_WIDTH = Cause("rotary partial width", ROTATED)
+ADAPTERS_MERGED = Cause("adapters merged or not", PROJECTED, REPORTED, cost=2.2)
+SCALE = Cause("scale", SCORES, STATED)
+ROTARY_THETA = Cause("rotary theta", ROTATED, STATED)
+ROTARY_PAIRING = Cause("rotary pairing", ROTATED, STATED)
+ROTARY_PARTIAL_WIDTH = Cause("rotary partial width", ROTATED, STATED)
 ROTARY_DTYPE = Cause("rotary dtype", ROTATED)
-ROTARY_EXPONENT_WIDTH = Cause("rotary exponent width", ROTATED, cost=0.9)
-ROTARY_ATTENTION_FACTOR = Cause("rotary attention factor", ROTATED)
-ROTARY_MISSING = Cause("rotary missing", ROTATED, cost=0.9)
-ROTARY_WHOLE_HEAD_PAIRS = Cause("rotary pairs across the whole head", ROTATED)
+ROTARY_EXPONENT_WIDTH = Cause("rotary exponent width", ROTATED, REPORTED, cost=0.9)
+ROTARY_ATTENTION_FACTOR = Cause("rotary attention factor", ROTATED, STATED)
+ROTARY_MISSING = Cause("rotary missing", ROTATED, STATED, cost=0.9, unexpected="rotary unexpected")
+ROTARY_WHOLE_HEAD_PAIRS = Cause("rotary pairs across the whole head", ROTATED, REPORTED)
 ROTARY_POSITION_OFFSET = Cause("rotary position offset", ROTATED)
 ROTARY_DIRECTION = Cause("rotary direction", ROTATED, cost=0.95)
 ROTARY_APPLIED_TWICE = Cause("rotary applied twice", ROTATED)
-ROTARY_AXIS = Cause("rotary axis", ROTATED)
+ROTARY_AXIS = Cause("rotary axis", ROTATED, REPORTED)
 ROTARY_OTHER_CHANNELS = Cause("rotary on other channels", ROTATED)
-ROTARY_OVER_HEADS = Cause("rotary over all heads at once", ROTATED)
-ROTARY_ON_VALUES = Cause("rotary on values", ("v", "head outputs"))
-ROTARY_SOME_HEADS = Cause("rotary on some heads only", ROTATED, cost=0.3)
-ROTARY_SCALING_FACTOR = Cause("rotary scaling factor", ROTATED, cost=1.06)
-ROTARY_SCALING_KIND = Cause("rotary scaling kind", ROTATED, cost=1.05)
-QK_NORM_KIND = Cause("qk-norm kind", NORMED, is_whole=True)
-QK_NORM_PLACE = Cause("qk-norm place", NORMED)
-QK_NORM_WEIGHT_OFFSET = Cause("qk-norm weight offset", NORMED)
-QK_NORM_EPS = Cause("qk-norm eps", NORMED, cost=1.1)
+ROTARY_OVER_HEADS = Cause("rotary over all heads at once", ROTATED, REPORTED)
+ROTARY_ON_VALUES = Cause("rotary on values", ("v", "head outputs"), REPORTED)
+ROTARY_SOME_HEADS = Cause("rotary on some heads only", ROTATED, REPORTED, cost=0.3)
+ROTARY_SCALING_FACTOR = Cause("rotary scaling factor", ROTATED, STATED, cost=1.06)
+ROTARY_SCALING_KIND = Cause("rotary scaling kind", ROTATED, STATED, cost=1.05)
+QK_NORM_KIND = Cause("qk-norm kind", NORMED, STATED, is_whole=True)
+QK_NORM_PLACE = Cause("qk-norm place", NORMED, REPORTED)
+QK_NORM_WEIGHT_OFFSET = Cause("qk-norm weight offset", NORMED, REPORTED)
+QK_NORM_EPS = Cause("qk-norm eps", NORMED, STATED, cost=1.1)
 NORM_WEIGHTS_MISSING = Cause("norm weights missing", NORMED)
 NORM_WEIGHTS_EXCHANGED = Cause("norm weights of q and k exchanged", NORMED)
 NORM_WEIGHTS_ORDER = Cause("norm weights in another order", NORMED)
 NORM_OF_ANOTHER_ROLE = Cause("norm on another role", ("v", *NORMED))
-DISTANCE_BIAS_COEFFICIENT = Cause("distance bias coefficient", SCORES, cost=0.9)
-DISTANCE_BIAS_SLOPE_RULE = Cause("distance bias slope rule", SCORES)
-RELATIVE_BIAS_BUCKETS = Cause("relative bias buckets", SCORES)
+DISTANCE_BIAS_COEFFICIENT = Cause("distance bias coefficient", SCORES, STATED, cost=0.9)
+DISTANCE_BIAS_SLOPE_RULE = Cause("distance bias slope rule", SCORES, REPORTED)
+RELATIVE_BIAS_BUCKETS = Cause("relative bias buckets", SCORES, STATED)
 RELATIVE_BIAS_REVERSED = Cause("relative bias reversed", SCORES)
 RELATIVE_BIAS_RESHAPED = Cause("relative bias reshaped", SCORES)
 TEMPERATURE_BY_LENGTH = Cause("temperature by length", SCORES, cost=1.05)
-SCALE_TWICE = Cause("scale twice", SCORES, cost=0.8)
-SOFTCAP = Cause("softcap", SCORES)
-SINKS = Cause("sinks", WEIGHTS)
-OUTPUT_GATE_MISSING = Cause("output gate missing", ("head outputs",), cost=0.9)
+SCALE_TWICE = Cause("scale twice", SCORES, REPORTED, cost=0.8)
+SOFTCAP = Cause("softcap", SCORES, STATED)
+SINKS = Cause("sinks", WEIGHTS, REPORTED)
+OUTPUT_GATE_MISSING = Cause("output gate missing", ("head outputs",), STATED, cost=0.9)
 GATE_WITHOUT_SIGMOID = Cause("gate without sigmoid", ("head outputs",))
 ANOTHER_COLUMN_CUT_OFF = Cause("another column cut off", WEIGHTS)
-MASK_POLARITY = Cause("mask polarity", SCORES)
+MASK_POLARITY = Cause("mask polarity", SCORES, REPORTED)
 MASK_ALONG_QUERIES = Cause("mask along queries", SCORES)
 MASK_AFTER_SOFTMAX = Cause("mask after the softmax", ("scores", "weights"))
 PADDING_SIDE = Cause("padding side", SCORES)
 PADDING_IGNORED = Cause("padding ignored", SCORES)
-MASK_ADDED_AS_NUMBERS = Cause("mask added as 0/1", SCORES)
-CAUSAL_MASK_MISSING = Cause("causal mask missing", SCORES, cost=0.9)
+MASK_ADDED_AS_NUMBERS = Cause("mask added as 0/1", SCORES, REPORTED)
+CAUSAL_MASK_MISSING = Cause("causal mask missing", SCORES, STATED, cost=0.9)
 CAUSAL_MASK_INVERTED = Cause("causal mask inverted", SCORES)
-CAUSAL_ALIGNMENT = Cause("causal alignment", SCORES)
-WINDOW_MISSING = Cause("window missing", SCORES, cost=0.9)
+CAUSAL_ALIGNMENT = Cause("causal alignment", SCORES, REPORTED, unexpected="causal mask unexpected")
+WINDOW_MISSING = Cause("window missing", SCORES, STATED, cost=0.9)
 WINDOW_SIDE = Cause("window on the wrong side", SCORES, cost=1.05)
-WINDOW_OFF_BY_ONE = Cause("window off by one", SCORES)
+WINDOW_OFF_BY_ONE = Cause("window off by one", SCORES, STATED, unexpected="window unexpected")
 FINITE_FOR_INF = Cause("finite number for -inf", ("scores", "weights"), cost=1.1)
-ROWS_WITHOUT_KEYS = Cause("rows without keys", WEIGHTS)
+ROWS_WITHOUT_KEYS = Cause("rows without keys", WEIGHTS, REPORTED)
 SOFTMAX_AXIS = Cause("softmax axis", WEIGHTS)
 BATCH_SEQUENCE_EXCHANGED = Cause(
-    "batch and sequence exchanged", (*PLACED, "head outputs"), cost=0.9
+    "batch and sequence exchanged", (*PLACED, "head outputs"), REPORTED, cost=0.9
 )
 SOFTMAX_DTYPE = Cause("softmax dtype", WEIGHTS)
 ONE_HEAD_FOR_ALL = Cause(
@@ -184,26 +203,19 @@ ONE_HEAD_FOR_ALL = Cause(
 ACTIVATIONS_DTYPE = Cause(
     "activations in a narrower dtype",
     ("k after norm", "scores", "head outputs", "output"),
+    REPORTED,
     cost=1.2,
 )
-NUMBER_OF_HEADS = Cause("number of heads", WITH_HEADS)
-HEADS_GONE = Cause(
-    "heads gone",
-    ("q", "k", "v", *NORMED, "scores", "weights", "head outputs", "output"),
-    cost=1.5,
-)
-KV_HEADS_MERGED = Cause(
-    "kv heads merged",
-    ("q", "k", "v", *NORMED, "scores", "weights", "head outputs", "output"),
-    cost=1.5,
-)
-SPLIT_WITHOUT_TRANSPOSE = Cause("split without transpose", ("q", "k", "v"))
-MERGE_WITHOUT_TRANSPOSE = Cause("merge without transpose", ("output",))
+NUMBER_OF_HEADS = Cause("number of heads", WITH_HEADS, STATED)
+HEADS_GONE = Cause("heads gone", EVERY, cost=1.5)
+KV_HEADS_MERGED = Cause("kv heads merged", EVERY, cost=1.5)
+SPLIT_WITHOUT_TRANSPOSE = Cause("split without transpose", ("q", "k", "v"), REPORTED)
+MERGE_WITHOUT_TRANSPOSE = Cause("merge without transpose", ("output",), REPORTED)
 BATCH_AND_HEADS = Cause("batch and heads in another order", ("q", "k", "v", *MIXED))
 GATE_MERGED = Cause("gate merged without transpose", ("head outputs",))
 ANOTHER_GROUP = Cause("kv head of another group", MIXED)
 WEIGHTS_TRANSPOSED = Cause("weights transposed", ("head outputs",))
-DROPOUT_LEFT_ON = Cause("dropout left on", WEIGHTS)
+DROPOUT_LEFT_ON = Cause("dropout left on", WEIGHTS, STATED)
 RESIDUAL_INSIDE = Cause("residual inside", ("output",))
 NORM_INSIDE = Cause("norm inside", PROJECTED)
 POSITION_IN_DECODING = Cause("position offset in decoding", PLACED, cost=0.7)

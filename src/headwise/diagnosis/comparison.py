@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
@@ -220,6 +220,7 @@ class FunctionComparison:
             where no input came in several calls.
         stopped: the reason why not everything was tried, such as "interrupted"; "" for none.
         untried: what was left out then, in words.
+        condition: what a caller must do so that the two are the same, a sentence; "" for nothing.
     """
 
     kinds: tuple[str, str]
@@ -239,6 +240,7 @@ class FunctionComparison:
     ways: tuple[str, ...] = ()
     stopped: str = ""
     untried: tuple[str, ...] = ()
+    condition: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as numbers, texts, lists and dicts, for JSON.
@@ -297,12 +299,12 @@ class FunctionComparison:
         return lines
 
 
-def format_noun_with_numbers(noun: str, numbers: tuple[int, ...]) -> str:
+def format_noun_with_numbers(noun: str, numbers: Sequence[int]) -> str:
     """Return "head 3", "heads 2 to 5" or "heads 1, 4 and 9 more"."""
     first, last = numbers[0], numbers[-1]
     if len(numbers) == 1:
         return f"{noun} {first}"
-    if numbers == tuple(range(first, last + 1)):
+    if [*numbers] == [*range(first, last + 1)]:
         return f"{noun}s {first} to {last}"
     return f"{noun}s {list_some([*map(str, numbers)], MOST_NUMBERS)}"
 
@@ -316,6 +318,10 @@ def _format_roles(roles: str) -> str:
 
 def _format_parameter(value: Any) -> str:
     if isinstance(value, list | tuple):
+        first, last = (value[0], value[-1]) if value else (0.0, 0.0)
+        is_range = isinstance(first, int) and [*value] == [*range(first, first + len(value))]
+        if is_range and len(value) > 2:
+            return f"{first} to {last}"
         return " ".join(map(_format_parameter, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 

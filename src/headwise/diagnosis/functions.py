@@ -250,10 +250,12 @@ class BlackBoxComparison:
             yield f"each output of the {self.side} depends on its own token alone: it mixes none"
         # A change that rounding would hide in the model says nothing where it is missing.
         elif wrong := (((seen & ~visible) | (known & ~seen)) & others).nonzero().tolist():
-            query, key = wrong[0]
-            verb = "sees" if seen[query, key] else "does not see"
-            more = f", and so for {len(wrong) - 1} more pairs" if len(wrong) > 1 else ""
-            yield f"query {query} of the {self.side} {verb} key {key}{more}"
+            yield self._name_pairs(wrong, "sees" if seen[*wrong[0]] else "does not see")
+
+    def _name_pairs(self, pairs: Sequence[Sequence[int]], verb: str) -> str:
+        (query, key), *others = pairs
+        more = f", and so for {len(others)} more pairs" if others else ""
+        return f"query {query} of the {self.side} {verb} key {key}{more}"
 
     def _compare_recovered_attention_weights(self) -> Iterator[str]:
         """Compute the weights of each head from outputs, and compare them."""
@@ -273,6 +275,10 @@ class BlackBoxComparison:
             torch.einsum("bwo,bqo->bwq", matrix, x).unflatten(1, (heads, tokens)).mT
             for matrix, x in ((inverse, rest), (inverse.abs(), bound))
         )
+        is_hidden = (weights_shown.abs() <= error) & (run["weights"] > 2 * error)
+        blind = is_hidden.all(1).all(0).diagonal().nonzero().flatten().tolist()
+        if blind:  # a change of its token does not show it, since its query changes too
+            yield self._name_pairs([(place, place) for place in blind], "does not see")
         apart = ((weights_shown - run["weights"]).abs() > error).flatten(2).any(2).any(0)
         numbers = apart.nonzero().flatten().tolist()
         if numbers:

@@ -14,8 +14,9 @@ import torch
 
 from headwise.diagnosis import catalogue, functions, models, probes, search, unseen, watch, ways
 from headwise.diagnosis.causes import dropout
-from headwise.diagnosis.causes.evidence import Evidence
+from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence
 from headwise.diagnosis.comparison import SEED
+from headwise.diagnosis.patterns import describe_matrix
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
@@ -23,6 +24,8 @@ from headwise.diagnosis.simulation.model import AttentionModel, Inputs, Recorded
 from headwise.diagnosis.subjects import recording, subject
 from headwise.diagnosis.subjects.forms import name_arguments
 from headwise.diagnosis.subjects.function import SLOW, BlackBox
+from headwise.diagnosis.subjects.layers import NativeSubject
+from headwise.diagnosis.subjects.parts import holds_modules
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
 from headwise.function.rounding import coarsest
@@ -98,6 +101,8 @@ class Comparison:
             if left.cells_beyond_rounding or len(causes) > 1:
                 explained = self._explain_with_roles_swapped(calls, explained) or explained
         verdict, blind, hidden = self._judge(explained, calls)
+        if self._condition and verdict in (Verdict.SAME, Verdict.TO_ROUNDING):
+            verdict = Verdict.UNDER_MASK
         comparison = explained.report(
             kinds=(self.first.kind, self.second.kind),
             probes=tuple(dict.fromkeys((*names, *explained.names))),
@@ -106,6 +111,7 @@ class Comparison:
             isolated=(
                 *functions.describe_not_finite(calls, names, side),
                 *self._describe_function(side, verdict),
+                *self._describe_projections(explained),
             ),
             tried=0 if explained.has_other_rows else len(self.candidates),
             unseen=unseen.find_changes(self.model, calls, self.dtype) if hidden else (),
@@ -113,8 +119,22 @@ class Comparison:
             ways=tuple(ways.describe(everything, self.probes, self.doubtful)),
             stopped=time.stopped,
             untried=tuple(time.untried),
+            condition=self._condition if verdict.is_same else "",
         )
         return Diagnosis(verdict=verdict, function=comparison)
+
+    @property
+    def _condition(self) -> str:
+        """The mask that one side needs to be the other, in a sentence; "" for none."""
+        sides = [(self.first, "first"), (self.second, "second")]
+        (causal, name), (other, needy) = sides[::-1] if self.second.is_causal else sides
+        settings = None if other.model is None else other.model.settings
+        has_mask = settings and (settings.causal or (settings.sides or (0, 1))[1] == 0)
+        is_added = any(probe.is_made_causal for probe in self.probes)
+        if has_mask or other.is_causal or not (causal.is_causal and is_added):
+            return ""
+        mask = "`Mask.causal()`" if isinstance(other, NativeSubject) else "a causal mask"
+        return f"The {name} is causal by itself; pass {mask} to the {needy}."
 
     def _judge(
         self, explained: search.ExplainedCalls, calls: Sequence[RecordedCall]
@@ -232,9 +252,26 @@ class Comparison:
         if verdict is not Verdict.UNKNOWN or watch.current().stopped:
             return function.limits
         parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
-        return (
-            function.limits + parts.sentences + ((RECORD_PARTS,) if function.parts is None else ())
-        )
+        can_record = function.parts is None and holds_modules(function.function)
+        return (*function.limits, *parts.sentences, *((RECORD_PARTS,) if can_record else ()))
+
+    def _describe_projections(self, explained: search.ExplainedCalls) -> Iterator[str]:
+        """Yield what changed in the numbers of projections that no cause explains."""
+        left = explained.search.left.stages_beyond_rounding
+        if not left or watch.current().stopped:
+            return
+        causes, runs, other = explained.search.causes, explained.calls[0].runs, self.doubtful.model
+        right = causes[-1].model if causes else self.model
+        names = [f"w{role}" for role, stage in STAGE_OF.items() if stage in left]
+        changed = {name: other.weights[name] for name in names if other is not None}
+        if runs is not None:  # of which each, one alone, makes the outputs
+            reads = (read for model, read in runs.unnamed if model is right)
+            changed = {name: read.weights[name] for read in reads for name in [f"w{read.role}"]}
+        pairs = [(name, x, right.weights[name]) for name, x in changed.items()]
+        parted = [each for each in pairs if each[1].shape == each[2].shape]
+        parted = [each for each in parted if not torch.equal(*each[1:])]
+        if parted:
+            yield (", or " if runs else "; ").join(describe_matrix(*each) for each in parted)
 
     def _explain(
         self, calls: Sequence[RecordedCall], names: Sequence[str], side: str

@@ -435,6 +435,6 @@ def _add_family(families: list[tuple[Tensor, list[Trial]]], trial: Trial, change
 
 def _as_pair(first: NamedCause, second: NamedCause) -> list[NamedCause]:
     return [
-        replace(first, partner=second.cause.name),
-        replace(second, partner=first.cause.name),
+        replace(first, partner=second.name),
+        replace(second, partner=first.name),
     ]

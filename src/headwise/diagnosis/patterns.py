@@ -1,9 +1,11 @@
-"""Positions and inputs in which a difference shows, in words."""
+"""Positions, inputs, rows and columns in which a difference shows, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+
+from torch import Tensor
 
 from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.simulation.model import RecordedCall
@@ -59,3 +61,24 @@ def describe_calls(calls: Sequence[RecordedCall], parted: AbstractSet[int]) -> s
     if shortest > longest > 1:
         return f"only in inputs longer than {longest} tokens"
     return ""
+
+
+def describe_matrix(name: str, other: Tensor, right: Tensor) -> str:
+    """Return the rows and columns of weights that differ, and by how much, in words.
+
+    Both are canonical: ``wo`` has a column for each channel of a head, the others a row.
+    """
+    apart = (other - right).flatten(0, 1)
+    apart = (apart.T if name == "wo" else apart).abs()
+    parts = []
+    for noun, sizes in (("row", apart.amax(1)), ("column", apart.amax(0))):
+        numbers = tuple(sizes.nonzero().flatten().tolist())
+        is_all = len(numbers) == len(sizes)
+        parts.append(
+            f"all {len(sizes)} {noun}s" if is_all else format_noun_with_numbers(noun, numbers)
+        )
+    return (
+        f"{name}, read as a matrix, differs in {' and '.join(parts)}: by "
+        f"{float(apart.norm() / right.norm()):.2g} of its size, in an entry by "
+        f"{float(apart.max()):.2g} at most"
+    )

@@ -41,6 +41,7 @@ class NamedInputs:
     name: str
     inputs: Inputs
     is_optional: bool = False  # left out where a subject fails on them
+    is_made_causal: bool = False  # a causal mask was added to them
 
     @property
     def has_short_calls(self) -> bool:
@@ -465,7 +466,8 @@ def _under_causal_mask(probe: NamedInputs) -> NamedInputs:
     causal = torch.ones(size, dtype=torch.bool).tril()
     mask = causal if inputs.mask is None else causal & inputs.mask
     words = "" if " under a " in probe.name else " under a causal mask"
-    return NamedInputs(f"{probe.name}{words}", replace(inputs, mask=mask))
+    is_new = inputs.mask is None or not torch.equal(mask, inputs.mask.expand_as(mask))
+    return NamedInputs(f"{probe.name}{words}", replace(inputs, mask=mask), is_made_causal=is_new)
 
 
 def _require_matching_shapes(inputs: Inputs, sizes: tuple[int, int], name: str) -> None:

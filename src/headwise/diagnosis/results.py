@@ -25,6 +25,7 @@ class Verdict(StrEnum):
 
     SAME = "same"
     TO_ROUNDING = "same to rounding"
+    UNDER_MASK = "same under a causal mask"
     OTHER_WEIGHTS = "same function, other weights"
     DIFFERENT = "different"
     INCONCLUSIVE = "inconclusive"
@@ -33,13 +34,14 @@ class Verdict(StrEnum):
     @property
     def is_same(self) -> bool:
         """True if both are the same function."""
-        return self in (Verdict.SAME, Verdict.TO_ROUNDING, Verdict.OTHER_WEIGHTS)
+        return self not in (Verdict.DIFFERENT, Verdict.INCONCLUSIVE, Verdict.UNKNOWN)
 
 
 # The last line about two functions.
 _ANSWERS = {
     Verdict.SAME: "The same function: every output is equal to the last bit.",
     Verdict.TO_ROUNDING: "The same function: rounding explains every difference.",
+    Verdict.UNDER_MASK: "The same function under a causal mask, to rounding.",
     Verdict.OTHER_WEIGHTS: "The same function with other weights: stages differ, outputs agree.",
     Verdict.DIFFERENT: "Different: {causes} {explains}.",
     Verdict.INCONCLUSIVE: "Inconclusive: this check could not have shown a difference.",
@@ -371,7 +373,9 @@ class Diagnosis(Displayed):
         causes = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
         rest = f"a part of it; nothing explains {', '.join(left)}" if left else "all of it"
         verb = "explain" if len(names) > 1 else "explains"
-        return _ANSWERS[self.verdict].format(causes=causes, explains=f"{verb} {rest}")
+        answer = _ANSWERS[self.verdict].format(causes=causes, explains=f"{verb} {rest}")
+        condition = "" if self.function is None else self.function.condition
+        return f"{answer} {condition}".strip()
 
     def __str__(self) -> str:
         return "\n".join(self.lines)

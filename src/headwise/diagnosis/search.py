@@ -14,7 +14,7 @@ from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.diagnosis.pairs import find_best_pair
 from headwise.diagnosis.patterns import describe_calls, describe_positions
-from headwise.diagnosis.repairs.lines import Code, Repair, write_repair
+from headwise.diagnosis.repairs.lines import ON_WEIGHTS, Code, Repair, write_repair, write_weights
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, measure_gaps
@@ -168,7 +168,7 @@ class ExplainedCalls:
         repairs = self._repairs
         return tuple(
             FoundCause(
-                name=each.cause.name,
+                name=each.name,
                 parameters={**each.variant.parameters, **each.variant.details},
                 stages=each.stages,
                 heads=each.heads,
@@ -189,8 +189,12 @@ class ExplainedCalls:
         """The repair of each cause: lines of code for code, words for a layer."""
         causes, calls = self.search.causes, self.calls
         words = [Repair((each.variant.repair,)) for each in causes]
+        before = [self.model, *(each.variant.model for each in causes)]
         if not self.language or not causes:
-            return words
+            rows = map(write_weights, causes, before)
+            return [
+                Repair(x, ON_WEIGHTS.words) if x else y for x, y in zip(rows, words, strict=False)
+            ]
         scores = (self.model.predict_stage("scores", call) for call in calls)
         code = Code(
             self.model,
@@ -200,7 +204,6 @@ class ExplainedCalls:
             decodes=any(call.earlier for call in calls),
             has_empty_rows=any(bool((x == -torch.inf).all(-1).any()) for x in scores),
         )
-        before = [self.model, *(each.variant.model for each in causes)]
         written = (
             write_repair(each, code, model) for each, model in zip(causes, before, strict=False)
         )

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import Tensor
 
 from headwise.diagnosis import catalogue, watch
-from headwise.diagnosis.catalogue import Cause
+from headwise.diagnosis.catalogue import REPORTED, Cause
 from headwise.diagnosis.causes import (
     axes,
     decoding,
@@ -77,9 +77,14 @@ class NamedCause:
     cells: tuple[Cell, ...]  # that it explains, to rounding
     is_partial: bool = False  # cells of the same stages did not part, and keep their function
     left: int = 0  # number of cells that part after it, in the stages where it shows
-    equals: tuple[str, ...] = ()  # other causes that explain the same cells
+    equals: tuple[str, ...] = ()  # other causes that explain the same cells, by their rank
     size: float = 0.0  # the sum of the sizes of these cells, each at most 1
     partner: str = ""  # the cause without which it explains nothing; "" for none
+
+    @property
+    def name(self) -> str:
+        """The name of the cause, in the direction of the fault."""
+        return self.cause.unexpected if self.variant.is_unexpected else self.cause.name
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -98,11 +103,15 @@ class NamedCause:
         return heads if self.is_partial and WHOLE not in heads and has_others else None
 
     @property
-    def sort_key(self) -> tuple[bool, float, float, int]:
-        """Sort key: exact causes first, then more stages, simpler causes, and fewer gaps left."""
+    def sort_key(self) -> tuple[bool, float, int, float, int]:
+        """Sort key: exact causes first, then more stages, simpler causes, and fewer gaps left.
+
+        Numbers of configs come before simpler causes, and numbers that nobody uses after them.
+        """
         cost = self.cause.cost + PARAMETER * len(self.variant.parameters)
         cost += RESTRICTION * self.is_partial
-        return (self.cause.is_statistical, -len(self.stages), cost, self.left)
+        rank = REPORTED if self.variant.rank is None else self.variant.rank
+        return (self.cause.is_statistical, -len(self.stages), rank, cost, self.left)
 
 
 @dataclass(frozen=True)
@@ -234,6 +243,8 @@ class Trials:
                 return None
         if not cells:
             return None
+        if (plain := self._with_plain_number(trial, cells)) is not None:
+            variant, after = plain
         model, is_partial = _apply_variant_in_cells(variant, evidence, after, cells)
         if is_partial and {*measure_gaps(model, evidence.calls, stages).cells_beyond_rounding} - {
             *evidence.gaps.cells_beyond_rounding
@@ -241,6 +252,19 @@ class Trials:
             return None
         left = len(after.cells_beyond_rounding)
         return NamedCause(cause, variant, model, tuple(cells), is_partial, left)
+
+    def _with_plain_number(
+        self, trial: Trial, cells: Sequence[Cell]
+    ) -> tuple[Variant, Gaps] | None:
+        """Return the variant with a plain number that explains these cells too, and its gaps."""
+        evidence, stages = self.evidence, recorded_stages_of(trial.cause, self.evidence)
+        for number in () if trial.family is None else trial.family.list_plain(trial.number):
+            plain = trial.with_number(number)
+            if all(self.explains_smallest_call(plain, s) for s in {stage for stage, *_ in cells}):
+                after = measure_gaps(plain.variant.model, evidence.calls, stages)
+                if all(is_cell_explained(cell, evidence.gaps, after) for cell in cells):
+                    return plain.variant, after
+        return None
 
 
 def find_best_single_cause(
@@ -270,11 +294,11 @@ def find_best_single_cause(
         return [], firsts
     best, *others = sorted(exact, key=lambda each: each.sort_key)
     equals = dict.fromkeys(
-        each.cause.name
-        for each in others
+        each.name
+        for each in sorted(others, key=lambda x: x.variant.rank or x.cause.rank)
         if {*each.cells} == {*best.cells} and each.cause.is_statistical == best.cause.is_statistical
     )
-    equals.pop(best.cause.name, None)
+    equals.pop(best.name, None)
     return [replace(best, equals=tuple(equals))], []
 
 

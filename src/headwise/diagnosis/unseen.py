@@ -40,7 +40,7 @@ def describe_degenerate_attention(model: AttentionModel, calls: Sequence[Recorde
     if all(not bool(run["v"].any()) for run in runs):
         return "zero values: no weight changes the output"
     if all(bool((run["weights"].amax(-1) > ONE).all()) for run in runs):
-        return "saturated: each query gives all its weight to one key"
+        return "saturated: outputs are equal because every softmax picked one key"
     values = [run["v"] for run in runs]
     eps = torch.finfo(torch.float32).eps
     if all(bool((v - v[:, :, :1]).abs().amax() <= eps * v.abs().amax()) for v in values):

@@ -220,7 +220,7 @@ class DiagnosisReport:
     @property
     def verdict_css_class(self) -> str:
         """The class of the box with the verdict: "", "note" or "bad"."""
-        if self.diagnosis.verdict is Verdict.INCONCLUSIVE:
+        if self.diagnosis.verdict in (Verdict.INCONCLUSIVE, Verdict.UNDER_MASK):
             return "note"
         return "" if self.diagnosis else "bad"
 
@@ -228,7 +228,11 @@ class DiagnosisReport:
     def output_difference_sentence(self) -> str:
         """A sentence on the difference of the outputs; "" where they are equal to the last bit."""
         comparison = self.diagnosis.function or self.diagnosis.model
-        if comparison is None or self.diagnosis.verdict is Verdict.SAME:
+        if (
+            comparison is None
+            or self.diagnosis.verdict is Verdict.SAME
+            or not comparison.output_gap
+        ):
             return ""
         if self.diagnosis.model is not None and self.diagnosis.model.uncompared:
             return f"The outputs were not compared: {self.diagnosis.model.uncompared}."

@@ -10,6 +10,7 @@ import pytest
 
 import headwise
 from benchmarks.compare.suites import SUITES, Case
+from benchmarks.faults.injectors import INJECTORS
 from headwise.diagnosis.catalogue import (
     ANOTHER_ROLE,
     CAUSES,
@@ -19,9 +20,12 @@ from headwise.diagnosis.catalogue import (
     LAYERS_OFF_BY_ONE,
     MATRIX_TRANSPOSED,
     PAGES,
+    RANKS,
+    REPORTED,
     ROTARY_PERMUTATION_WIDTH,
     ROWS_ZERO,
     SIGN,
+    STATED,
     Cause,
     Page,
 )
@@ -82,6 +86,7 @@ def test_each_cause_has_a_page_with_the_headings(cause: Cause) -> None:
     title, first, *_ = text.split("\n\n")
     assert title.startswith("# ")
     assert first.startswith(f"`compare` names this cause **{cause.name}**. ")
+    assert f"**{cause.unexpected}**" in first or not cause.unexpected
     assert f"## Stages\n\nThe cause shows in: {', '.join(cause.stages)}. " in text
     headings = re.findall("^## (.*)$", text, re.M)
     assert headings[:3] == ["Stages", "Search", "Repair"]
@@ -114,12 +119,21 @@ def test_the_index_lists_every_page() -> None:
     text = PAGES.joinpath("index.md").read_text("utf-8")
     lines = [
         f"| {Page.read(cause.page).title} | [{cause.name}]({Path(cause.page).name}) | "
-        f"{', '.join(cause.stages)} |"
+        f"{', '.join(cause.stages)} | {RANKS[cause.rank]} |"
         for cause in CAUSES
     ]
     assert [line for line in lines if line not in text.splitlines()] == []
     assert text.splitlines()[-len(CAUSES) :] == sorted(lines, key=lambda line: line[2:].lower())
     assert f"these {len(CAUSES)} causes" in text
+
+
+def test_causes_of_public_reports_are_those_whose_injector_names_one() -> None:
+    reported = {each.name for each in INJECTORS if re.search(r"#\d", inspect.getdoc(each) or "")}
+    ranks = {cause.name: cause.rank for cause in CAUSES}
+    assert {name for name, rank in ranks.items() if rank == REPORTED} == {
+        name for name in reported & ranks.keys() if ranks[name] != STATED
+    }
+    assert not {name for name in reported & ranks.keys() if ranks[name] > REPORTED}
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 8, 8), (6, 2, 10, 10), (8, 1, 6, 7)])

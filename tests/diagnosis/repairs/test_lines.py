@@ -11,18 +11,14 @@ from headwise import Attention, Rotary, compare
 from headwise.diagnosis.catalogue import CAUSES, PROJECTED, Cause
 from headwise.diagnosis.repairs.lines import (
     ANGLES,
-    AROUND,
     BIAS,
-    CACHE,
     FREQUENCIES,
     GROUPS,
     MASK,
     MIX,
     NORM_AND_ROTATION,
-    ON_WEIGHTS,
     OUTPUT,
     PLACE_OF,
-    PLACES,
     PROJECTIONS,
     SCORES,
     SOFTCAP,
@@ -93,7 +89,7 @@ def test_the_lines_of_all_places_are_the_layer(shape: str, language: str) -> Non
     model = NativeSubject(layer).model
     assert model is not None
     code = Code(model, language, takes_mask=True)
-    written = [line for place in WHOLE for line in PLACES[place](code, ROLES[place])]
+    written = [line for place in WHOLE for line in place.write(code, ROLES.get(place, "qk"))]
     lines = list(translate(tuple(written), language))
     function = define(lines, name_weights(layer, language), "x, mask=None")
     x = torch.randn(2, 11, 48)
@@ -106,7 +102,7 @@ def test_the_lines_of_all_places_are_the_layer(shape: str, language: str) -> Non
     assert not measure_gaps(model, [call]).cells_beyond_rounding, "\n".join(lines)
 
 
-ROLES = dict.fromkeys(PLACES, "qk") | {PROJECTIONS: "qkv"}
+ROLES = {PROJECTIONS: "qkv"}
 
 
 def test_cross_attention() -> None:
@@ -115,7 +111,7 @@ def test_cross_attention() -> None:
     model = NativeSubject(layer).model
     assert model is not None
     code = Code(model, crosses=True)
-    lines = [line for place in WHOLE for line in PLACES[place](code, ROLES[place])]
+    lines = [line for place in WHOLE for line in place.write(code, ROLES.get(place, "qk"))]
     assert compare(define(lines, name_weights(layer, "torch"), "x, source"), layer)
 
 
@@ -125,6 +121,3 @@ def test_each_cause_has_a_place_or_a_reason_for_words(cause: Cause) -> None:
     is_of_rows = {*cause.stages} - {"head outputs"} <= {*PROJECTED}  # a sign may be the gate's
     assert (cause in PLACE_OF) + (cause in WORDS_ALONE) <= 1
     assert cause in PLACE_OF or cause in WORDS_ALONE or is_of_rows
-    assert {*PLACE_OF.values()} <= {*PLACES, ON_WEIGHTS}
-    assert {CACHE, AROUND} <= {*PLACES}
-    assert ON_WEIGHTS not in PLACES

@@ -421,6 +421,8 @@ WEIGHTS = [
     Case("q and v exchanged", CAUSAL, {"weights": "wq, wv, bq, bv = wv, wq, bv, bq"}),
     Case("sign", LLAMA, {"weights": "wq, bq = -wq, -bq"}),
     Case("factor", CAUSAL, {"weights": "wv, bv = 1.5 * wv, 1.5 * bv"}),
+    Case("factor", CAUSAL, {"weights": "bo = 3 * bo"}),
+    Case("factor", CAUSAL, {"mix": TORCH["mix"] + " / 0.9"}),
     Case(
         "heads permuted",
         CAUSAL,

@@ -198,8 +198,8 @@ def _kv_heads_tiled(evidence: Evidence) -> Variants:
     count = settings.num_kv_heads
     tiled = tuple(head % count for head in range(settings.num_heads))
     repair = "k.repeat_interleave(group, dim=heads) in place of k.repeat(group), v likewise"
-    for model in _models_by_kv_head(evidence, tiled):
-        yield Variant(model, {"kv_heads": count}, repair)
+    for details, model in _models_by_kv_head(evidence, tiled):
+        yield Variant(model, {"kv_heads": count}, repair, details)
 
 
 def _another_group(evidence: Evidence) -> Variants:
@@ -215,17 +215,21 @@ def _another_group(evidence: Evidence) -> Variants:
         places = tuple(map(divide, range(heads)))
         if max(places) >= count or places == tuple(right):
             continue
-        for model in _models_by_kv_head(evidence, places):
+        for details, model in _models_by_kv_head(evidence, places):
             repair = f"head h takes kv head h // {group}: its number divided by the size of a group"
-            yield Variant(model, {"kv head": text, "kv heads": places}, repair)
+            yield Variant(model, {"kv head": text, "kv heads": places}, repair, details)
 
 
-def _models_by_kv_head(evidence: Evidence, places: tuple[int, ...]) -> Iterator[AttentionModel]:
-    """Yield models whose heads take these kv heads: keys and values, keys alone, values alone."""
+def _models_by_kv_head(
+    evidence: Evidence, places: tuple[int, ...]
+) -> Iterator[tuple[dict[str, str], AttentionModel]]:
+    """Yield models whose heads take these kv heads, and of what: both, keys or values alone."""
     if any(list_misshapen_stages(evidence.model, call) for call in evidence.calls):
         return  # the recorded layer has another number of them
-    for stages in (("scores", "head outputs"), ("scores",), ("head outputs",)):
-        yield evidence.replace_stages(stages, _take_kv_heads, places)
+    of_keys, of_values = ("scores",), ("head outputs",)
+    for of, stages in (("", of_keys + of_values), ("k alone", of_keys), ("v alone", of_values)):
+        model = evidence.replace_stages(stages, _take_kv_heads, places)
+        yield {"of": of} if of else {}, model
 
 
 def _take_kv_heads(places: tuple[int, ...], forced: ForcedStage) -> Tensor:

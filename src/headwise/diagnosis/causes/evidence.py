@@ -20,13 +20,14 @@ from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.moves.find import HeadsAndOutput, extract_rows, find_moves, replace_rows
 from headwise.diagnosis.moves.gate import list_gate_moves
 from headwise.diagnosis.moves.maps import BIASES, MatrixMap, Rows
-from headwise.diagnosis.moves.move import Move
+from headwise.diagnosis.moves.move import Move, find_factor_formula
 from headwise.diagnosis.outputs.names import apply_move, find_output_moves
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.rounding import default_tolerance
 from headwise.function.stages import STAGES
 
+NEAR = 0.1  # of a fitted number, by which rounding may move it
 STAGE_OF = {"q": "q", "k": "k", "v": "v", "o": "output"}
 
 
@@ -126,13 +127,16 @@ class Evidence:
             for place, move in enumerate(moves):
                 names = (each for each in (move.name, *move.equals) if each.cause == cause)
                 if (name := next(names, None)) is not None:
+                    parameters = {"roles": "".join(name.roles), **dict(name.parameters)}
                     later = {role for after in moves[place + 1 :] for role in after.roles}
-                    parts = move.change.parts
+                    details = self._describe_factor(parameters)
+                    if move.change.parts == BIASES:
+                        details["of"] = "biases alone"
                     yield Variant(
                         apply_move(self.model, move),
-                        {"roles": "".join(name.roles), **dict(name.parameters)},
+                        parameters,
                         name.repair,
-                        {"of": f"{parts[0]} alone"} if parts == BIASES else {},
+                        details,
                         is_step=number >= count or not later.isdisjoint(move.roles),
                     )
 
@@ -143,6 +147,15 @@ class Evidence:
                     {"roles": "".join(each.name.roles)},
                     each.name.repair,
                 )
+
+    def _describe_factor(self, parameters: Mapping[str, Any]) -> dict[str, str]:
+        """Return the formula of a factor, and where that of dropout can be; {} for none."""
+        _, head_dim, width = self.model.weights["wq"].shape
+        factor = parameters.get("factor", 1.0)
+        form = find_factor_formula(factor, head_dim=head_dim, width=width)
+        if " - " in form and parameters["roles"] in "vo" and self.shows_outputs_alone:
+            form += ", as of dropout, in the weights, v or the outputs of heads"
+        return {"form": form} if form else {}
 
     def projection_tokens(self, role: str) -> tuple[Tensor, Tensor] | None:
         """Return inputs (tokens, columns) and recorded stage (tokens, rows) of a projection."""
@@ -167,6 +180,9 @@ class Variant:
     details: Mapping[str, Any] = field(default_factory=dict)  # no parameters: for the report alone
     is_step: bool = False  # the data say that another cause of the same stage follows
     heads: tuple[int, ...] | None = None  # that have the fault; None for all, or as stages tell
+    # How its numbers are known, where they tell more than the cause: by configs, or by nothing.
+    rank: int | None = None
+    is_unexpected: bool = False  # the fault is a part that is there, and not one that is missing
 
 
 @dataclass(frozen=True)
@@ -176,6 +192,15 @@ class Family:
     make: Callable[[float], Variant]
     starts: tuple[float, ...]  # of the fit
     is_log: bool = False  # the logarithm is fitted, for positive numbers
+    forms: tuple[float, ...] = ()  # closed forms that the number may have
+    limit: float | None = None  # as which all lower numbers than the starts do, if it does
+
+    def list_plain(self, number: float) -> list[float]:
+        """Return numbers near a fitted one that a person may have written, the plainest first."""
+        rounded = [float(f"{number:.{digits}g}") for digits in (1, 2, 3)]
+        near = [x for x in (*self.forms, *rounded) if abs(x - number) <= NEAR * abs(number)]
+        is_lower = self.limit is not None and number < min(self.starts)
+        return list(dict.fromkeys([self.limit, *near] if is_lower else near))  # type: ignore[list-item]
 
 
 Variants: TypeAlias = Iterator[Variant | Family]

@@ -47,7 +47,9 @@ def _causal_alignment(evidence: Evidence) -> Variants:
     for shift in range(-most, most + 1) if is_causal or right is None else ():
         if shift or not is_causal:
             model = evidence.model.with_settings(causal=False, window=(left, shift))
-            yield from _with_later_keys(evidence, Variant(model, {"shift": shift}, repair))
+            parameters = {"shift": shift} if shift else {}
+            variant = Variant(model, parameters, repair, is_unexpected=not is_causal)
+            yield from _with_later_keys(evidence, variant)
     if is_causal and evidence.has_later_calls:
         free = evidence.model.with_settings(causal=False, window=(left, None))
         yield from _align_later_calls(free, left)
@@ -313,12 +315,13 @@ def _finite_for_inf(evidence: Evidence) -> Variants:
             def make(number: float, scope: str = scope, word: str = word) -> Variant:
                 model = evidence.replace_stages(SCORES, _number_hidden, scope, number, word)
                 number = 0.0 if abs(number) < LEAST else number
-                parameters = {f"{word} hidden keys": number}
+                value = f"{BELOW} or less" if number == LOWEST[0] else number
+                parameters = {f"{word} hidden keys": value}
                 return Variant(model, parameters, repair, {} if scope == "all" else {"of": scope})
 
             yield make(0.0)
             starts = NUMBERS if cap is None else (*NUMBERS, -cap)
-            yield Family(make, starts)
+            yield Family(make, starts, limit=LOWEST[0])
     scores = (evidence.model.predict_stage("scores", call) for call in evidence.calls)
     if any(bool(_find_empty_rows(each).any()) for each in scores):
         for number in LOWEST:
@@ -329,6 +332,7 @@ def _finite_for_inf(evidence: Evidence) -> Variants:
 # From which the fit of a number starts: weights are powers of e, so that one far above is flat.
 NUMBERS = (*map(float, range(-20, -12, 2)), *map(float, range(-12, 2)))
 LEAST = 1e-6  # a smaller number is 0
+BELOW = -22  # a number whose power no sum of weights shows
 
 
 def _scopes(evidence: Evidence) -> list[str]:
@@ -456,7 +460,7 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
         seen = _read_windows(evidence)
         if seen and max(seen) < longest - 1:
             model = evidence.model.with_settings(window=seen)
-            yield Variant(model, {"window": seen}, "no window")
+            yield Variant(model, {"window": seen}, "no window", is_unexpected=True)
         yield from _variants_of_windowed_masks(evidence, longest)
         return
     left, right = settings.sides or (None, None)
@@ -474,7 +478,8 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
         if length != left:
             far = length if right is not None and right == left else right
             model = evidence.model.with_settings(window=(length, far))
-            yield Variant(model, {"window": count_window(length)}, repair)
+            parameters = {"window": count_window(length)}
+            yield Variant(model, parameters, repair, is_unexpected=left is None)
         if right and length != right:
             model = evidence.model.with_settings(window=(left, length))
             yield Variant(model, {"window after": count_window(length)}, repair)

@@ -1,5 +1,6 @@
 """Causes in the rotation of queries and keys."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -7,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import ROTATED
+from headwise.diagnosis.catalogue import POSSIBLE, ROTATED, STATED
 from headwise.diagnosis.causes.decoding import read_other_cache
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant, Variants
 from headwise.diagnosis.moves.move import format_dtype
@@ -45,12 +46,17 @@ def _can_turn(model: AttentionModel) -> bool:
     return rule is None or has_frequencies(rule)
 
 
+LEAST_STATED = 1e4  # a base of configs, which have 1 or 2 digits before their zeros
+
+
 @_of_rotation
 def _rotary_theta(evidence: Evidence, rotary: RotaryRule) -> Variants:
     repair = f"Rotary(theta={rotary.theta:g})"
 
     def make(theta: float) -> Variant:
-        return Variant(evidence.model.with_rotary(theta=theta), {"theta": theta}, repair)
+        is_stated = theta >= LEAST_STATED and math.isclose(theta, float(f"{theta:.2g}"))
+        model = evidence.model.with_rotary(theta=theta)
+        return Variant(model, {"theta": theta}, repair, rank=STATED if is_stated else POSSIBLE)
 
     yield Family(make, tuple(10.0 ** (n / 4) for n in range(4, 32)), is_log=True)
 
@@ -86,7 +92,8 @@ def _add_rotation(model: AttentionModel, pairing: Pairing, theta: float) -> Vari
     width = model.weights["wq"].shape[1] // 2 * 2
     rotary = RotaryRule(theta, width, pairing, scaling=None)
     parameters = {"rotary": pairing, "theta": theta}
-    return Variant(model.with_settings(rotary=rotary), parameters, "leave out the rotation")
+    model, repair = model.with_settings(rotary=rotary), "leave out the rotation"
+    return Variant(model, parameters, repair, is_unexpected=True)
 
 
 @_of_rotation
@@ -136,7 +143,8 @@ def _rotary_exponent_width(evidence: Evidence, rotary: RotaryRule) -> Variants:
     for base in range(4, 2 * head_dim + 1, 2) if rotary.width >= 4 else ():
         if base != right:
             model = evidence.model.with_rotary(exponent_width=base)
-            yield Variant(model, {"exponent width": base}, f"theta ** (-2i / {right})")
+            rank = None if base == head_dim else POSSIBLE
+            yield Variant(model, {"exponent width": base}, f"theta ** (-2i / {right})", rank=rank)
 
 
 MOST = 64

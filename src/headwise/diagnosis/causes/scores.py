@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import SCORES, WEIGHTS
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
 from headwise.diagnosis.causes.parts import fit_by_head
-from headwise.diagnosis.moves.move import find_factor_formula, format_dtype
+from headwise.diagnosis.moves.move import find_factor_formula, format_dtype, list_formulas
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, scale_products
 from headwise.function.distance import slopes_of
 from headwise.function.spec import Softcap
@@ -35,7 +35,8 @@ def _scale(evidence: Evidence) -> Variants:
         repair = f"scale={right:.12g} in place of {scale:.6g}"
         return Variant(model, {"scale": scale}, repair, {"form": form} if form else {})
 
-    yield Family(make, tuple(right * 4.0**n for n in range(-4, 5)), is_log=True)
+    forms = tuple(list_formulas(head_dim, width).values())
+    yield Family(make, tuple(right * 4.0**n for n in range(-4, 5)), is_log=True, forms=forms)
 
 
 def _scale_twice(evidence: Evidence) -> Variants:

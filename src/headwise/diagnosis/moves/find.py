@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import BIAS_MISSING, FACTOR, INITIAL_WEIGHTS, ROWS_ZERO, SIGN
+from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.moves import families, search
 from headwise.diagnosis.moves import move as changes
 from headwise.diagnosis.moves.maps import BIASES, ROLES, WEIGHTS, MapName, Rows, RowSizes
@@ -302,7 +303,7 @@ def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
         return
     factors = tuple(snapped.tolist())
     parameters: tuple[tuple[str, Any], ...] = (("heads", changed), ("factors", factors))
-    text = f"heads {', '.join(map(str, changed))}"
+    text = format_noun_with_numbers("head", changed)
     if float((shares - shares.mean()).abs().max()) < 1e-6 * float(shares.abs().max()):
         snapped = snapped.mean().expand_as(snapped)
         parameters, text = (("factor", float(snapped[0])),), f"{float(snapped[0]):.6g}"
@@ -312,7 +313,6 @@ def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
     yield Move(MapName(cause, text, ("o",), 0, parameters), change)
 
 
-OUTPUT_BIAS = "output bias"
 # Two independent draws in bfloat16 agree in less than this share of their entries.
 MOST_EQUAL = 0.05
 
@@ -354,7 +354,7 @@ def find_state_moves(
     if isinstance(output_bias, Move):
         moves.append(output_bias)
     elif not output_bias:
-        unexplained.append(OUTPUT_BIAS)
+        unexplained.append(MapName.OUTPUT_BIAS)
     explained = tuple(role for role in ours.roles if role not in unexplained)
     rest = tuple(unexplained)
     return replace(report, moves=tuple(moves), explained=explained, unexplained=rest)
@@ -384,14 +384,14 @@ def _find_output_bias_move(
     if a is None or not bool(a.any()):
         if b is None or not bool(b.any()):
             return True
-        text = OUTPUT_BIAS if a is None else f"{OUTPUT_BIAS}, zero"
+        text = MapName.OUTPUT_BIAS if a is None else f"{MapName.OUTPUT_BIAS}, zero"
         return Move(MapName(BIAS_MISSING, text, ("o",)), changes.BiasDropped(("o",)))
     if b is None or a.shape != b.shape:
         return False
     limit = default_tolerance(a.dtype, b.dtype) if tolerance is None else tolerance
     move, left = changes.find_row_change("o", a[None, None], b[None, None], limit)
     if move is not None:
-        name = replace(move.name, text=f"{OUTPUT_BIAS}, {move.name.text}")
+        name = replace(move.name, text=f"{MapName.OUTPUT_BIAS}, {move.name.text}")
         return Move(name, replace(move.change, parts=BIASES))
     return left <= limit
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -181,6 +181,7 @@ def _is_in_span(index: Tensor, span: slice) -> Tensor:
 class MapName:
     """Name of a map: the mistake that makes it."""
 
+    OUTPUT_BIAS: ClassVar[str] = "output bias"  # begins the text of a move of bo
     cause: Cause
     text: str  # the mistake in words, with its parameters
     roles: tuple[str, ...] = ()  # the projections whose rows move
@@ -194,6 +195,7 @@ class MapName:
     def repair(self) -> str:
         """The repair in words."""
         weights, biases = (", ".join(f"{kind}{role}" for role in self.roles) for kind in "wb")
+        weights = biases if self.text.startswith(self.OUTPUT_BIAS) else weights
         return self.cause.remedy.format(weights=weights, biases=biases, text=self.text, move=self)
 
 

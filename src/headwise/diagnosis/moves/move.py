@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED, Cause
+from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.moves.maps import BOTH, WEIGHTS, MapName, MatrixMap, RowMap, Rows, take_rows
 from headwise.diagnosis.moves.search import read_bits
 
@@ -165,11 +166,11 @@ class MoveReport:
 CLOSE = 1e-5  # of float32 weights; forms of usual sizes are further apart
 
 
-def find_factor_formula(factor: float, *, head_dim: int, width: int) -> str:
-    """Return the formula that gives a factor, such as "1 / sqrt(head_dim)"; "" for none.
+RATES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # of dropout, which divides what it keeps
 
-    ``width`` is that of the tokens.
-    """
+
+def list_formulas(head_dim: int, width: int) -> dict[str, float]:
+    """Return numbers that code multiplies by, by their formulas; ``width`` is of the tokens."""
     forms: dict[str, float] = {}
     for name, size in (("head_dim", head_dim), ("width", width)):
         forms |= {
@@ -188,6 +189,12 @@ def find_factor_formula(factor: float, *, head_dim: int, width: int) -> str:
         "log2(e)": math.log2(math.e),
         "ln(2)": math.log(2),
     }
+    return forms | {f"1 / (1 - {rate})": 1 / (1 - rate) for rate in RATES}
+
+
+def find_factor_formula(factor: float, *, head_dim: int, width: int) -> str:
+    """Return the formula that gives a factor, such as "1 / sqrt(head_dim)"; "" for none."""
+    forms = list_formulas(head_dim, width)
     plain = abs(factor)
     near = [name for name, form in forms.items() if abs(plain - form) <= CLOSE * form != CLOSE]
     return f"{'-' if factor < 0 else ''}{near[0]}" if near else ""
@@ -284,7 +291,7 @@ def _group_factors(
     if all(_are_factors_constant(row, tolerance) for row in factors):
         by_head = [snap_to_power_of_two(float(row.median())) for row in factors]
         changed = [head for head, factor in enumerate(by_head) if factor != 1]
-        text = f"heads {', '.join(map(str, changed))}"
+        text = format_noun_with_numbers("head", changed)
         if 0 in by_head and len({*by_head} - {1}) > 1:
             return None  # a head that is dropped while others are scaled is no factor
         is_sign = all(factor in (1, -1) for factor in by_head)
@@ -349,7 +356,7 @@ def find_zeroed_rows(role: str, a: Tensor, b: Tensor, tolerance: float) -> Move 
     if bool(zeros.all()):
         text = "all"
     elif int(zeros.sum()) == len(heads) * zeros.shape[1]:
-        text = f"heads {', '.join(map(str, heads))}"
+        text = format_noun_with_numbers("head", heads)
     rows = tuple(zeros.flatten().nonzero().flatten().tolist())
     name = MapName(ROWS_ZERO, text, (role,), 0, (("heads", heads), ("rows", rows)))
     return Move(name, Edited({role: edit}))

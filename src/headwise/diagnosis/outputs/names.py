@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headwise.diagnosis import watch
 from headwise.diagnosis.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO
+from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.moves import families, find
 from headwise.diagnosis.moves import search as moves_search
 from headwise.diagnosis.moves.maps import BIASES, BOTH, WEIGHTS, MapName, MatrixMap, RowMap
@@ -243,7 +244,9 @@ class _Search:
         snapped = {n: _snap(x, weights[n], tolerance) for n, x in read.weights.items()}
         read, state = replace(read, weights=snapped), {**weights, **snapped}
         report = find.find_state_moves(state, weights, tolerance=tolerance, **self.rotary)
-        if read.role not in report.unexplained:
+        if read.role in report.unexplained:
+            self.runs.unnamed.append((self.model, read))
+        else:
             yield from (moves for moves in (report.moves, *report.others) if moves)
         # Numbers that look initialised may be a change of right ones that look so too.
         if not report.unexplained and not any(m.cause.is_statistical for m in report.moves):
@@ -368,7 +371,7 @@ def _snap(x: Tensor, right: Tensor, tolerance: float) -> Tensor:
 
 
 def _list_heads(heads: Sequence[int]) -> str:
-    return f"{'head' if len(heads) == 1 else 'heads'} {', '.join(map(str, heads))}"
+    return format_noun_with_numbers("head", heads)
 
 
 def _limit(

@@ -36,6 +36,7 @@ class Runs:
 
     run: Callable[[Inputs], Tensor]
     read_dtype: Callable[[], torch.dtype]
+    unnamed: list[tuple[Any, Any]] = field(default_factory=list, repr=False)  # models and reads
     _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:

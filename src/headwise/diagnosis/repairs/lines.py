@@ -24,7 +24,13 @@ from dataclasses import dataclass
 
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.repairs.rows import write_norm_lines, write_number, write_row_lines
+from headwise.diagnosis.moves.move import find_factor_formula
+from headwise.diagnosis.repairs.rows import (
+    write_form,
+    write_norm_lines,
+    write_number,
+    write_row_lines,
+)
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.trials import NamedCause
 from headwise.function.distance import count_unshared_distances, slopes_of
@@ -220,16 +226,17 @@ def _scores(code: Code, _: str) -> Lines:
     yield f"scores = q @ k.mT{'' if factor == 1 else scale}"
 
 
-NEAR = 3e-7  # of a fitted number, which may be one of 6 digits
-
-
-def _write_scale(right: float, wrong: float, heads: tuple[int, ...] | None) -> Lines:
+def _write_scale(code: Code, wrong: float, heads: tuple[int, ...] | None) -> Lines:
     """Yield the line that puts the scale right, wherever in q, k or the scores it is wrong."""
-    short = float(f"{wrong:.6g}")
-    wrong = short if math.isclose(short, wrong, rel_tol=NEAR) else wrong
+    _, head_dim, width = code.model.weights["wq"].shape
+    right, sizes = code.settings.factor, {"head_dim": head_dim, "width": width}
+    form = find_factor_formula(wrong, **sizes)
+    quotient = write_form(right / wrong, **sizes)
+    if form and "*" not in quotient and not math.isclose(right / wrong, round(right / wrong, 3)):
+        quotient = f"{write_form(right, **sizes)} / {write_form(wrong, **sizes)}"
     part = "scores" if heads is None else f"scores[:, {list(heads)}]"
-    comment = f"scale {right:.6g} in place of {wrong:.6g}"
-    yield f"{part} = {part} * {write_number(right / wrong)}  # {comment}"
+    comment = f"scale {right:.6g} in place of {form or f'{wrong:.6g}'}"
+    yield f"{part} = {part} * {quotient}  # {comment}"
 
 
 def _softcap(code: Code, _: str) -> Lines:
@@ -325,51 +332,37 @@ def _around(_code: Code, _: str) -> Lines:
 
 # ---- the place of each cause --------------------------------------------------------------------
 
-Writer = Callable[[Code, str], Lines]
-SIZES = "where the sizes are set"
-PROJECTIONS = "where q, k and v are computed"
-NORMS = "where q and k are normalised"
-NORM_AND_ROTATION = "where q and k are normalised and rotated"
-FREQUENCIES = "where the frequencies are computed"
-ANGLES = "where the angles are computed"
-ROTATION = "where q and k are rotated"
-WHOLE_ROTATION = "for the whole rotation"
-CACHE = "where keys are added to the cache"
-GROUPS = "where kv heads are repeated"
-SCORES = "where the scores are computed"
-SOFTCAP = "where scores are capped"
-BIAS = "where the bias is added to the scores"
-MASK = "where keys are hidden"
-MASK_AND_SOFTMAX = "from where keys are hidden to the softmax"
-SOFTMAX = "in place of the softmax"
-MIX = "where values are mixed"
-OUTPUT = "where the output is computed"
-AROUND = "around the function"
-# Where the lines stand in the code -> what writes them.
-PLACES: Mapping[str, Writer] = {
-    SIZES: _sizes,
-    PROJECTIONS: _projections,
-    NORMS: _norms,
-    NORM_AND_ROTATION: _norm_and_rotation,
-    FREQUENCIES: _frequencies,
-    ANGLES: _angles,
-    ROTATION: _rotation,
-    WHOLE_ROTATION: _whole_rotation,
-    CACHE: _cache,
-    GROUPS: _groups,
-    SCORES: _scores,
-    SOFTCAP: _softcap,
-    BIAS: _bias,
-    MASK: _mask,
-    MASK_AND_SOFTMAX: _mask_and_softmax,
-    SOFTMAX: _softmax,
-    MIX: _mix,
-    OUTPUT: _output,
-    AROUND: _around,
-}
-ON_WEIGHTS = "once, on the weights"
 
-PLACE_OF: Mapping[Cause, str] = {
+@dataclass(frozen=True)
+class LinePlace:
+    """A place of lines in the code, in words, and the function that writes them."""
+
+    words: str
+    write: Callable[[Code, str], Lines]
+
+
+SIZES = LinePlace("where the sizes are set", _sizes)
+PROJECTIONS = LinePlace("where q, k and v are computed", _projections)
+NORMS = LinePlace("where q and k are normalised", _norms)
+NORM_AND_ROTATION = LinePlace("where q and k are normalised and rotated", _norm_and_rotation)
+FREQUENCIES = LinePlace("where the frequencies are computed", _frequencies)
+ANGLES = LinePlace("where the angles are computed", _angles)
+ROTATION = LinePlace("where q and k are rotated", _rotation)
+WHOLE_ROTATION = LinePlace("for the whole rotation", _whole_rotation)
+CACHE = LinePlace("where keys are added to the cache", _cache)
+GROUPS = LinePlace("where kv heads are repeated", _groups)
+SCORES = LinePlace("where the scores are computed", _scores)
+SOFTCAP = LinePlace("where scores are capped", _softcap)
+BIAS = LinePlace("where the bias is added to the scores", _bias)
+MASK = LinePlace("where keys are hidden", _mask)
+MASK_AND_SOFTMAX = LinePlace("from where keys are hidden to the softmax", _mask_and_softmax)
+SOFTMAX = LinePlace("in place of the softmax", _softmax)
+MIX = LinePlace("where values are mixed", _mix)
+OUTPUT = LinePlace("where the output is computed", _output)
+AROUND = LinePlace("around the function", _around)
+ON_WEIGHTS = LinePlace("once, on the weights", lambda *_: iter(()))
+
+PLACE_OF: Mapping[Cause, LinePlace] = {
     catalogue.BIAS_MISSING: PROJECTIONS,
     catalogue.SPLIT_WITHOUT_TRANSPOSE: PROJECTIONS,
     catalogue.NUMBER_OF_HEADS: SIZES,
@@ -477,29 +470,35 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
 
     ``before`` is the model without the fault.
     """
-    cause, variant = named.cause, named.variant
+    cause, variant, place = named.cause, named.variant, PLACE_OF.get(named.cause)
     if cause in WORDS_ALONE or not _is_plain(code.settings):
         return None
-    place = PLACE_OF.get(cause, "")
-    rows: tuple[str, ...] = ()
-    if place == ON_WEIGHTS:
-        rows = write_norm_lines(variant.model.weights, before.weights)
-    elif place in ("", GROUPS):
-        rows = write_row_lines(variant.model.weights, before.weights)
-    elif place == ROTATION and any("permutation" in name for name in named.equals):
+    rows = write_weights(named, before)
+    if place is ROTATION and any("permutation" in name for name in named.equals):
         rows = _write_pairs(before, variant.model)
     if rows:
-        return Repair(translate(rows, code.language), ON_WEIGHTS)
-    if place in ("", ON_WEIGHTS):
+        return Repair(translate(rows, code.language), ON_WEIGHTS.words)
+    if place is None:
         return None
-    place = MASK_AND_SOFTMAX if place == MASK and code.has_empty_rows else place
+    place = MASK_AND_SOFTMAX if place is MASK and code.has_empty_rows else place
     stated = variant.parameters.get("roles", "qkv")
-    roles = stated if place == PROJECTIONS else "qk"
-    lines = tuple(PLACES[place](code, roles))
+    lines, words = [*place.write(code, stated if place is PROJECTIONS else "qk")], place.words
     if "scale" in variant.parameters:
-        lines = tuple(_write_scale(code.settings.factor, variant.parameters["scale"], named.heads))
-        place = "before scores are capped, biased or masked"
-    return Repair(translate(lines, code.language), place) if lines else None
+        lines = [*_write_scale(code, variant.parameters["scale"], named.heads)]
+        words = "before scores are capped, biased or masked"
+    if named_weights := dict.fromkeys(re.findall(r"\b[wb][qkvog]\b", " ".join(lines))):
+        weights = ", ".join(named_weights)
+        lines.append(f"# {weights}: of the right layer, as torch.nn.Linear stores them")
+    return Repair(translate(tuple(lines), code.language), words) if lines else None
+
+
+def write_weights(named: NamedCause, before: AttentionModel) -> tuple[str, ...]:
+    """Return the lines on weights that repair a cause of weights; () where none do."""
+    place, weights = PLACE_OF.get(named.cause), named.variant.model.weights
+    if named.cause in WORDS_ALONE or place not in (None, GROUPS, ON_WEIGHTS):
+        return ()
+    write = write_norm_lines if place is ON_WEIGHTS else write_row_lines
+    return write(weights, before.weights)
 
 
 def _is_plain(settings: AttentionSpec) -> bool:

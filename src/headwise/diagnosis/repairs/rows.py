@@ -8,6 +8,7 @@ columns), as `torch.nn.Linear` stores them: ``wq`` has a row for each channel of
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, permutations
 
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.find import extract_rows
 from headwise.diagnosis.moves.maps import Rows
+from headwise.diagnosis.moves.move import find_factor_formula
 from headwise.function.weights import State
 
 MOST_RUNS = 12  # of an index that a line lists
 CLOSE = 1e-9  # of a factor
+NEAR = 3e-7  # of a fitted number, which may be one of 6 digits
 ROLES = "qkv"
 
 
@@ -28,7 +31,7 @@ def write_row_lines(wrong: State, right: State) -> tuple[str, ...]:
 
     Numbers that are lost, or that the wrong weights never had, cannot come back by a line.
     """
-    ours, theirs = extract_rows(wrong), extract_rows(right)
+    ours, theirs = map(_extract, (wrong, right))
     parted = [role for role in theirs.roles if not _is_equal(role, ours, theirs)]
     if not parted or any(ours.matrices[r].shape != theirs.matrices[r].shape for r in parted):
         return ()
@@ -40,6 +43,12 @@ def write_row_lines(wrong: State, right: State) -> tuple[str, ...]:
     if all(each):
         return tuple(line for lines in each for line in lines)
     return _write_fused(parted, ours, theirs)
+
+
+def _extract(state: State) -> Rows:
+    """Return the rows of canonical weights, with the output bias as that of o."""
+    rows, bias = extract_rows(state), {"o": state["bo"][None]} if "bo" in state else {}
+    return Rows(rows.matrices, {**rows.biases, **bias})
 
 
 def _is_equal(role: str, a: Rows, b: Rows) -> bool:
@@ -81,6 +90,7 @@ def _write_role(role: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
             return ()
         lines.append(f"w{role} = {_transpose_back(expression) if role == 'o' else expression}")
     if role in theirs.biases and not torch.equal(ours.biases[role], theirs.biases[role]):
+        heads = 1 if role == "o" else heads
         line = _write_vector(f"b{role}", heads, ours.biases[role], theirs.biases[role])
         if not line:
             return ()
@@ -227,7 +237,8 @@ def _list_factors(name: str, shape: str, heads: int, a: Tensor, b: Tensor) -> It
     by_head = factors.reshape(heads, -1)
     middle = float(factors.median())
     if bool(((factors - middle).abs() <= CLOSE * abs(middle)).all()):
-        yield f"-{name}" if math.isclose(middle, -1.0) else f"{name} / {write_number(middle)}"
+        number = write_form(middle, head_dim=len(a) // heads, width=a.shape[1])
+        yield f"-{name}" if math.isclose(middle, -1.0) else f"{name} / {number}"
     for by, axes in ((by_head[:, :1], "(-1, 1, 1)"), (by_head[:1], "(1, -1, 1)")):
         if bool(((by_head - by).abs() <= CLOSE * by_head.abs()).all()) and by.numel() <= MOST_RUNS:
             numbers = ", ".join(write_number(float(each)) for each in by.flatten())
@@ -239,6 +250,18 @@ def write_number(number: float) -> str:
     """Return a number in code: as short as gives the same float64 to 12 digits."""
     text = f"{number:.12g}"
     return text if any(mark in text for mark in ".en") else f"{text}.0"
+
+
+def write_form(number: float, *, head_dim: int, width: int) -> str:
+    """Return a number in code, by its formula where that is shorter than its digits."""
+    short = float(f"{number:.6g}")
+    number = short if math.isclose(short, number, rel_tol=NEAR) else number
+    form = find_factor_formula(number, head_dim=head_dim, width=width)
+    if not form or form[0] == "l" or math.isclose(number, round(number, 3)):
+        return write_number(number)
+    form = re.sub(r"sqrt\(([^)]*)\)", r"(\1)**0.5", form).replace("head_dim", str(head_dim))
+    form = re.sub(r"\((\w+)\)", r"\1", form.replace("width", str(width)))
+    return f"({form})" if " " in form else form
 
 
 def _write_fused(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, ...]:

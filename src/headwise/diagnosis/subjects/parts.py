@@ -14,6 +14,14 @@ from headwise.layers.hooks import record_modules
 Result = TypeVar("Result")
 
 
+def holds_modules(function: Callable[..., object]) -> bool:
+    """True for a module with parts, its method, or a function that has a module in its closure."""
+    cells = getattr(function, "__closure__", None) or ()
+    owners = [function, getattr(function, "__self__", None)]
+    owners += [cell.cell_contents for cell in cells]
+    return any(isinstance(each, nn.Module) and any(each.children()) for each in owners)
+
+
 @dataclass(frozen=True)
 class Parts:
     """The modules that compute some stages of an attention.
