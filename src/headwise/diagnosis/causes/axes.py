@@ -145,8 +145,9 @@ def _exchange_batch_and_sequence(forced: ForcedStage, positions: Tensor | None) 
 
 def _number_of_heads(evidence: Evidence) -> Variants:
     model, settings = evidence.model, evidence.model.settings
-    if not model.replaced.keys() <= {"output"}:
-        return  # a replaced stage keeps its number of heads
+    masks = [mask for call in evidence.calls if (mask := call.inputs.mask) is not None]
+    if not model.replaced.keys() <= {"output"} or any(mask.shape[1] > 1 for mask in masks):
+        return  # a replaced stage keeps its number of heads, and a mask for each head has it
     widths = {role: model.weights[f"w{role}"].flatten(0, 1).shape[0] for role in "qkv"}
     recorded = (call.stages["q"].shape[1] for call in evidence.calls if "q" in call.stages)
     seen = next(recorded, None)

@@ -483,8 +483,9 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
 def _read_windows(evidence: Evidence) -> tuple[int, ...]:
     """Return how far before and after a query a function sees keys, in its longest call."""
     runs = evidence.calls[0].runs
-    single = [call.inputs for call in evidence.calls if not call.earlier]
-    if runs is None or evidence.is_cross_attention or not single:
+    calls = [call for call in evidence.calls if not call.earlier]
+    single = [call.inputs for call in calls if call.inputs.source is None]
+    if runs is None or not single:
         return ()
     x = max((inputs.x for inputs in single), key=lambda x: x.shape[1])
     try:
