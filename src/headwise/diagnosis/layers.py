@@ -19,7 +19,12 @@ from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import (
+    AttentionModel,
+    Inputs,
+    RecordedCall,
+    has_masks_of_heads,
+)
 from headwise.diagnosis.subjects import recording, subject
 from headwise.diagnosis.subjects.forms import name_arguments
 from headwise.diagnosis.subjects.function import SLOW, BlackBox
@@ -38,6 +43,7 @@ IN_FURTHER_CALLS = (
     catalogue.WINDOW_MISSING,
     catalogue.WINDOW_OFF_BY_ONE,
     catalogue.SOFTCAP,
+    catalogue.ONE_HEAD_FOR_ALL,
 )
 
 
@@ -58,6 +64,7 @@ class Comparison:
         self.first, self.second, self.probes = first, second, probes
         self.candidates = candidates
         self.further: Sequence[NamedInputs] = ()  # to be run where a function agrees on all others
+        self.ran: list[NamedInputs] = []
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         if self.known.model is None:
             raise OptionError(
@@ -100,7 +107,7 @@ class Comparison:
         verdict, blind, hidden = self._judge(explained, calls)
         comparison = explained.report(
             kinds=(self.first.kind, self.second.kind),
-            probes=tuple(dict.fromkeys((*names, *explained.names))),
+            probes=tuple(dict.fromkeys(probe.name for probe in self.ran)),
             seed=SEED,
             blind=blind,
             isolated=(
@@ -190,6 +197,7 @@ class Comparison:
                 break
             calls += more
             names += each
+            self.ran += [probe] if each else []
         if isinstance(self.doubtful, BlackBox):  # whose dtype is known after all calls
             calls = [replace(call, dtype=self.dtype) for call in calls]
         return calls, names
@@ -202,7 +210,7 @@ class Comparison:
         return f" ({seconds:.2g} s a call, {probes + 2} calls are planned)"
 
     def _list_unprobed_arguments(self) -> Iterator[str]:
-        inputs = [probe.inputs for probe in self.probes]
+        inputs = [probe.inputs for probe in self.ran]
         for name in ("mask", "source"):
             takes = [getattr(each, f"takes_{name}") for each in (self.first, self.second)]
             if any(takes) and all(getattr(each, name) is None for each in inputs):
@@ -229,6 +237,9 @@ class Comparison:
         function, sizes = self.doubtful, self.known.input_widths
         if not isinstance(function, BlackBox) or sizes is None:
             return ()
+        if verdict.is_same:
+            reach = unseen.describe_reach(self.model, [probe.inputs for probe in self.ran])
+            return (*function.limits, reach)
         if verdict is not Verdict.UNKNOWN or watch.current().stopped:
             return function.limits
         parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
@@ -266,9 +277,12 @@ class Comparison:
                 return explained
             model, candidates = causes[-1].model, self.candidates
         for probe in self.further:
+            if has_masks_of_heads(probe.inputs) and not function.takes_heads(probe.inputs):
+                continue
             with suppress(OptionError):  # of a function that takes fewer tokens, or smaller ones
                 # In float64 if it can: biases by position round more, the longer an input is.
                 call = replace(function.runs.record(probe.inputs), dtype=self.dtype)
+                self.ran.append(probe)
                 if measure_gaps(model, [call]).cells_beyond_rounding:
                     calls, names = [*explained.calls, call], [*explained.names, probe.name]
                     options = (self.dtype, candidates, explained.side, self._language)

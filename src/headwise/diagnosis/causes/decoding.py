@@ -23,9 +23,10 @@ from headwise.diagnosis.causes.masks import (
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 
 
-def _change_later_calls(
+def change_later_calls(
     evidence: Evidence, stages: Sequence[str], change: Callable[[ForcedStage], ForcedStage]
 ) -> AttentionModel:
+    """Return the model with other stages in calls with earlier keys."""
 
     def in_later_calls(forced: ForcedStage) -> Tensor:
         return (change(forced) if forced.call.earlier else forced).usual_result()
@@ -45,7 +46,7 @@ def _place_later_calls(
         positions = position(call) if call.earlier else call.inputs.positions
         return replace(call, inputs=replace(call.inputs, positions=positions))
 
-    return _change_later_calls(evidence, stages, lambda x: replace(x, call=x.call.change(place)))
+    return change_later_calls(evidence, stages, lambda x: replace(x, call=x.call.change(place)))
 
 
 MOST_POSITIONS = 16
@@ -98,7 +99,7 @@ def _window_in_decoding(evidence: Evidence) -> Variants:
         if other != left:
             window = None if other is None else (other, right)
             changed = evidence.model.with_settings(window=window)
-            model = _change_later_calls(evidence, SCORES, partial(replace, model=changed))
+            model = change_later_calls(evidence, SCORES, partial(replace, model=changed))
             repair = "no window" if left is None else f"window=({left}, 0) in every call"
             yield Variant(model, {"window": count_window(other)}, repair)
 
@@ -114,7 +115,7 @@ def _padding_in_decoding(evidence: Evidence) -> Variants:
     if not evidence.has_later_calls:
         return
     for change, words in MASKS if evidence.has_masks else ():
-        model = _change_later_calls(evidence, SCORES, partial(change_mask, change))
+        model = change_later_calls(evidence, SCORES, partial(change_mask, change))
         repair = 'Mask.lengths(..., side="left") in every call with the cache'
         yield Variant(model, {"padding": words}, repair)
     if any(call.inputs.positions is not None for call in evidence.calls):

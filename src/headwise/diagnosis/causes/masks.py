@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -243,12 +244,13 @@ def _scores_under_turned_mask(forced: ForcedStage) -> Tensor:
 
 
 def _mask_after_softmax(evidence: Evidence) -> Variants:
-    """Yield weights of which those of hidden keys are set to 0, so that a row is below 1."""
-    for scope in _scopes(evidence):
+    """Yield weights of which those of hidden keys are 0, so that a row is below 1, or -inf."""
+    repair = "hide keys before the softmax: masked_fill(~mask, -inf)"
+    for scope, number in product(_scopes(evidence), (0.0, -math.inf)):
         model = evidence.replace_stages(SCORES, _show_hidden, scope)
-        model = model.with_stage_function("weights", partial(_drop_hidden, scope))
+        model = model.with_stage_function("weights", partial(_drop_hidden, scope, number))
         details = {} if scope == "all" else {"of": scope}
-        yield Variant(model, {}, "hide keys before the softmax: masked_fill(~mask, -inf)", details)
+        yield Variant(model, {"weight": number} if number else {}, repair, details)
 
 
 def _show_hidden(scope: str, forced: ForcedStage) -> Tensor:
@@ -256,11 +258,11 @@ def _show_hidden(scope: str, forced: ForcedStage) -> Tensor:
     return torch.where(_find_hidden(scope, forced, usual), _score_all_keys(forced), usual)
 
 
-def _drop_hidden(scope: str, forced: ForcedStage) -> Tensor:
+def _drop_hidden(scope: str, number: float, forced: ForcedStage) -> Tensor:
     weights = forced.usual_result()
     if weights.shape[-1] != forced.call.key_positions.shape[1]:  # those of recorded other keys
         return weights
-    return weights.masked_fill(_find_hidden(scope, forced, weights), 0.0)
+    return weights.masked_fill(_find_hidden(scope, forced, weights), number)
 
 
 def _mask_added_as_numbers(evidence: Evidence) -> Variants:
@@ -348,6 +350,21 @@ def _number_hidden(scope: str, number: float, word: str, forced: ForcedStage) ->
     usual, bare = forced.usual_result(), _score_all_keys(forced)
     chosen = _find_hidden(scope, forced, usual)
     return torch.where(chosen, number if word == "set to" else bare + number, usual)
+
+
+def yield_negated_scores(evidence: Evidence) -> Variants:
+    """Yield scores whose sign is another one after keys are hidden: these have all the weight."""
+    repair = "hide keys after the sign of the scores is right: scores.masked_fill(~mask, -inf)"
+    for way in ("set to", "added", "-inf") if _scopes(evidence) else ():
+        model = evidence.replace_stages(SCORES, _negate_scores, way)
+        details = {"hidden keys": f"{way} a number" if way != "-inf" else way}
+        yield Variant(model, {"of": "the scores, after keys are hidden"}, repair, details)
+
+
+def _negate_scores(way: str, forced: ForcedStage) -> Tensor:
+    usual = forced.usual_result()
+    large = {"set to": 1e9, "added": 1e9 - _score_all_keys(forced), "-inf": math.inf}[way]
+    return torch.where(usual == -math.inf, large, -usual)
 
 
 def _find_hidden(scope: str, forced: ForcedStage, scores: Tensor) -> Tensor:

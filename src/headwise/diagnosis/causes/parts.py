@@ -56,7 +56,11 @@ def limit(cause: Cause, variants: Variants, evidence: Evidence) -> Variants:
     roles = ("", "q", "k") if IN_ROLES.issuperset(cause.stages) else ("",)
     known = read_parted_heads(evidence)
     every = tuple(range(evidence.model.settings.num_heads))
+    of_rotation = cause is catalogue.ROTARY_SOME_HEADS and evidence.model.settings.rotation
     for each in variants:
+        if isinstance(each, Variant) and each.heads is not None:  # of which it says itself
+            yield each
+            continue
         for role in roles if not _states_role(each) else ("",):
             if role and cause is not catalogue.ROTARY_SOME_HEADS:
                 yield from _limit_variant(each, evidence, role, None)
@@ -65,7 +69,15 @@ def limit(cause: Cause, variants: Variants, evidence: Evidence) -> Variants:
                 model = _limit_model(evidence.model, each.model, role, None)
                 heads = None if model is None else find_heads(evidence, model)
             if heads and heads != every and cause is not catalogue.ROTARY_MISSING:
-                yield from _limit_variant(each, evidence, role, heads)
+                for part in _limit_variant(each, evidence, role, heads):
+                    yield _state_rotated(part, heads, every) if of_rotation else part
+
+
+def _state_rotated(
+    part: Variant | Family, still: Sequence[int], every: Sequence[int]
+) -> Variant | Family:
+    rotated = {"rotated": tuple(head for head in every if head not in still)}
+    return replace(part, details=rotated) if isinstance(part, Variant) else part
 
 
 def _states_role(variant: Variant | Family) -> bool:
@@ -140,16 +152,21 @@ def _base_parts(evidence: Evidence) -> tuple[Tensor, Tensor]:
     return contributions(evidence.model, call), left
 
 
-def find_heads(evidence: Evidence, model: AttentionModel) -> tuple[int, ...] | None:
-    """Return the heads in which a changed model explains the smallest call that parts."""
+def find_heads(evidence: Evidence, *models: AttentionModel) -> tuple[int, ...] | None:
+    """Return the heads in which a changed model explains the smallest call that parts.
+
+    Of several models, each one in its own heads, those of the second are numbered after those of
+    the first.
+    """
     base, left = _base_parts(evidence)
     if left.shape != base.shape[1:]:
         return None
-    other = contributions(model, _smallest_parted_call(evidence))
-    if other.shape != base.shape or not other.isfinite().all():
+    others = [contributions(model, _smallest_parted_call(evidence)) for model in models]
+    if any(other.shape != base.shape or not other.isfinite().all() for other in others):
         return None
     seen = left.flatten().isfinite()  # a port may return NaN at some tokens
-    left, changes = left.flatten()[seen], (other - base).flatten(1)[:, seen]
+    changes = torch.cat([(other - base).flatten(1)[:, seen] for other in others])
+    left = left.flatten()[seen]
     is_live = changes.norm(dim=1) > SMALL * left.norm()
     if not is_live.any():
         return None

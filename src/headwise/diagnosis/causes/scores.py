@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import SCORES, WEIGHTS
+from headwise.diagnosis.causes.decoding import change_later_calls
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
 from headwise.diagnosis.causes.parts import fit_by_head
 from headwise.diagnosis.moves.move import find_factor_formula, format_dtype
@@ -35,7 +36,16 @@ def _scale(evidence: Evidence) -> Variants:
         repair = f"scale={right:.12g} in place of {scale:.6g}"
         return Variant(model, {"scale": scale}, repair, {"form": form} if form else {})
 
-    yield Family(make, tuple(right * 4.0**n for n in range(-4, 5)), is_log=True)
+    starts = tuple(right * 4.0**n for n in range(-4, 5))
+    yield Family(make, starts, is_log=True)
+
+    def make_later(scale: float) -> Variant:
+        changed = make(scale)
+        model = change_later_calls(evidence, SCORES, partial(replace, model=changed.model))
+        return replace(changed, model=model, parameters={"scale": scale, "calls": "with a cache"})
+
+    if evidence.has_later_calls:
+        yield Family(make_later, starts, is_log=True)
 
 
 def _scale_twice(evidence: Evidence) -> Variants:
@@ -57,8 +67,8 @@ def _temperature_by_length(evidence: Evidence) -> Variants:
 
     yield make("keys", -0.5, "1 / sqrt(keys)")
     yield make("keys alone", right, "1 / sqrt(keys) in place of the scale")
-    logarithm = "log(keys) times {:.6g}"
-    yield Family(lambda x: make("log keys", x, logarithm), (0.05, 1.0), is_log=True)
+    for kind, logarithm in (("log keys", "log(keys) times {:.6g}"), ("over", "{:.6g} / log(keys)")):
+        yield Family(partial(make, kind, text=logarithm), (0.05, 1.0), is_log=True)
     longest = max(call.key_positions.shape[1] for call in evidence.calls)
     by_position = "log(position) / log({:g}), from there on"
     for base in range(2, longest):
@@ -101,6 +111,8 @@ def _grow_queries(kind: str, number: float, forced: ForcedStage) -> Tensor:
         factor = keys**-0.5 / number
     elif kind == "log keys":
         factor = number * math.log(keys)
+    elif kind == "over":
+        factor = number / math.log(max(keys, 2))  # one key has all the weight, whatever it is
     elif kind == "log position":
         factor = (places.double().log() / math.log(number)).clamp_min(1.0)
     else:
@@ -317,8 +329,9 @@ def _infer_sink_logits(evidence: Evidence) -> Tensor | None:
     """Return a logit for each head: exp(sink) = sum of exp(scores) * (1 / sum of weights - 1)."""
     logits = []
     for call in evidence.calls:
-        scores, weights = call.stages.get("scores"), call.stages.get("weights")
-        if scores is None or weights is None or scores.shape != weights.shape:
+        weights, scores = call.stages.get("weights"), evidence.model.predict_stage("scores", call)
+        scores = call.stages.get("scores", scores)
+        if weights is None or scores.shape != weights.shape:
             return None
         rest = 1 / weights.sum(-1) - 1
         logits.append((scores.logsumexp(-1) + rest.log()).transpose(0, 1).flatten(1))

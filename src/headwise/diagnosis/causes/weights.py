@@ -12,6 +12,7 @@ from torch import Tensor
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence, Variant, Variants, flatten_tokens
+from headwise.diagnosis.causes.masks import yield_negated_scores
 from headwise.diagnosis.moves import find
 from headwise.diagnosis.moves.maps import MapName, Rows
 from headwise.diagnosis.moves.move import ROUNDED, cast_and_back, format_dtype
@@ -346,8 +347,9 @@ def _output_projection_missing(evidence: Evidence) -> Variants:
 
 
 def _sign(evidence: Evidence) -> Variants:
-    """Yield moves, and a gate that is 1 less its sigmoid: the sigmoid of -gate_proj(x)."""
+    """Yield moves, negated scores, and a gate that is 1 less its sigmoid: that of -gate_proj(x)."""
     yield from evidence.search_moves(catalogue.SIGN)
+    yield from yield_negated_scores(evidence)
     gate = {name: evidence.model.weights.get(name) for name in ("wg", "bg")}
     if gate["wg"] is not None:
         closed = {name: None if x is None else -x for name, x in gate.items()}
