@@ -30,7 +30,7 @@ from headwise.diagnosis.subjects.forms import name_arguments
 from headwise.diagnosis.subjects.function import SLOW, BlackBox
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
-from headwise.function.rounding import coarsest
+from headwise.function.rounding import coarsest, is_coarser
 
 RECORD_PARTS = (
     "next, record q, k and v too: compare(port, layer, parts={'q': port.q_proj, 'k': port.k_proj, "
@@ -141,8 +141,10 @@ class Comparison:
             return Verdict.INCONCLUSIVE, UNSTATED, False
         hidden = not self._are_equal_as_data()
         blind = self._blind_spot(verdict, calls) if hidden else ""
-        blind = blind or subject.describe_dropout_difference(
-            self.first.dropout, self.second.dropout
+        blind = (
+            blind
+            or self._describe_overflow()
+            or subject.describe_dropout_difference(self.first.dropout, self.second.dropout)
         )
         return (Verdict.INCONCLUSIVE, blind, False) if blind else (verdict, "", hidden)
 
@@ -372,6 +374,19 @@ class Comparison:
         made = probes.make_probes([self.first, self.second], sizes)
         calls, names = self._record_doubtful(made)
         return search.ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
+
+    def _describe_overflow(self) -> str:
+        """Return what is not finite in the dtype of one layer alone; "" for nothing."""
+        said = []
+        for side, each in (("first", self.first), ("second", self.second)):
+            if each.model is None or not is_coarser(each.dtype, torch.float64):
+                continue
+            given = [probe for probe in self.probes if not probe.inputs.steps]
+            calls = [RecordedCall(x.inputs, {"output": each.output(x.inputs)}) for x in given]
+            names, dtype = [x.name for x in given], str(each.dtype).removeprefix("torch.")
+            bad = functions.describe_not_finite(calls, names, side)
+            said += [f"in {dtype}, its own dtype, {sentence}" for sentence in bad]
+        return said[0] if len(said) == 1 else ""
 
     @property
     def _single_calls(self) -> list[Inputs]:

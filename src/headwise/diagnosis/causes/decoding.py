@@ -6,6 +6,7 @@ Later calls have other positions, windows or padding, or read a cache that was f
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -24,12 +25,16 @@ from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Rec
 
 
 def change_later_calls(
-    evidence: Evidence, stages: Sequence[str], change: Callable[[ForcedStage], ForcedStage]
+    evidence: Evidence,
+    stages: Sequence[str],
+    change: Callable[[ForcedStage], ForcedStage],
+    most: int | None = None,
 ) -> AttentionModel:
-    """Return the model with other stages in calls with earlier keys."""
+    """Return the model with other stages in calls with earlier keys, of so many tokens at most."""
 
     def in_later_calls(forced: ForcedStage) -> Tensor:
-        return (change(forced) if forced.call.earlier else forced).usual_result()
+        is_short = most is None or forced.call.inputs.x.shape[1] <= most
+        return (change(forced) if forced.call.earlier and is_short else forced).usual_result()
 
     return evidence.replace_stages(stages, in_later_calls)
 
@@ -114,10 +119,11 @@ MASKS: tuple[tuple[MaskChange, str], ...] = (
 def _padding_in_decoding(evidence: Evidence) -> Variants:
     if not evidence.has_later_calls:
         return
-    for change, words in MASKS if evidence.has_masks else ():
-        model = change_later_calls(evidence, SCORES, partial(change_mask, change))
+    for (change, words), most in product(MASKS if evidence.has_masks else (), (None, 1)):
+        model = change_later_calls(evidence, SCORES, partial(change_mask, change), most)
         repair = 'Mask.lengths(..., side="left") in every call with the cache'
-        yield Variant(model, {"padding": words}, repair)
+        details = {} if most is None else {"calls": "of one token"}
+        yield Variant(model, {"padding": words}, repair, details)
     if any(call.inputs.positions is not None for call in evidence.calls):
         repair = "positions that count the tokens and not the padding, in every call"
         model = _place_later_calls(evidence, lambda _: None)

@@ -56,9 +56,8 @@ def limit(cause: Cause, variants: Variants, evidence: Evidence) -> Variants:
     roles = ("", "q", "k") if IN_ROLES.issuperset(cause.stages) else ("",)
     known = read_parted_heads(evidence)
     every = tuple(range(evidence.model.settings.num_heads))
-    of_rotation = cause is catalogue.ROTARY_SOME_HEADS and evidence.model.settings.rotation
     for each in variants:
-        if isinstance(each, Variant) and each.heads is not None:  # of which it says itself
+        if isinstance(each, Variant) and each.heads is not None:  # which says them itself
             yield each
             continue
         for role in roles if not _states_role(each) else ("",):
@@ -69,15 +68,7 @@ def limit(cause: Cause, variants: Variants, evidence: Evidence) -> Variants:
                 model = _limit_model(evidence.model, each.model, role, None)
                 heads = None if model is None else find_heads(evidence, model)
             if heads and heads != every and cause is not catalogue.ROTARY_MISSING:
-                for part in _limit_variant(each, evidence, role, heads):
-                    yield _state_rotated(part, heads, every) if of_rotation else part
-
-
-def _state_rotated(
-    part: Variant | Family, still: Sequence[int], every: Sequence[int]
-) -> Variant | Family:
-    rotated = {"rotated": tuple(head for head in every if head not in still)}
-    return replace(part, details=rotated) if isinstance(part, Variant) else part
+                yield from _limit_variant(each, evidence, role, heads)
 
 
 def _states_role(variant: Variant | Family) -> bool:
@@ -106,7 +97,10 @@ def _make_part(
         parameters = {"role": role, **parameters}
     if role == "k" and heads and settings.group > 1:
         parameters["kv heads"] = _kv_heads(settings.group, heads)
-    return replace(variant, model=model, parameters=parameters, heads=heads)
+    details = {**variant.details}
+    if heads and "rotated" in details:  # the others are
+        details["rotated"] = tuple(n for n in range(settings.num_heads) if n not in heads)
+    return replace(variant, model=model, parameters=parameters, details=details, heads=heads)
 
 
 def _kv_heads(group: int, heads: Sequence[int]) -> tuple[int, ...]:
@@ -152,21 +146,16 @@ def _base_parts(evidence: Evidence) -> tuple[Tensor, Tensor]:
     return contributions(evidence.model, call), left
 
 
-def find_heads(evidence: Evidence, *models: AttentionModel) -> tuple[int, ...] | None:
-    """Return the heads in which a changed model explains the smallest call that parts.
-
-    Of several models, each one in its own heads, those of the second are numbered after those of
-    the first.
-    """
+def find_heads(evidence: Evidence, model: AttentionModel) -> tuple[int, ...] | None:
+    """Return the heads in which a changed model explains the smallest call that parts."""
     base, left = _base_parts(evidence)
     if left.shape != base.shape[1:]:
         return None
-    others = [contributions(model, _smallest_parted_call(evidence)) for model in models]
-    if any(other.shape != base.shape or not other.isfinite().all() for other in others):
+    other = contributions(model, _smallest_parted_call(evidence))
+    if other.shape != base.shape or not other.isfinite().all():
         return None
     seen = left.flatten().isfinite()  # a port may return NaN at some tokens
-    changes = torch.cat([(other - base).flatten(1)[:, seen] for other in others])
-    left = left.flatten()[seen]
+    left, changes = left.flatten()[seen], (other - base).flatten(1)[:, seen]
     is_live = changes.norm(dim=1) > SMALL * left.norm()
     if not is_live.any():
         return None

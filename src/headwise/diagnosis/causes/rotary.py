@@ -10,7 +10,6 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import ROTATED
 from headwise.diagnosis.causes.decoding import read_other_cache
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant, Variants
-from headwise.diagnosis.causes.parts import find_heads
 from headwise.diagnosis.moves.move import format_dtype
 from headwise.diagnosis.simulation.gaps import WHOLE, all_heads_agree_within_rounding
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
@@ -300,9 +299,13 @@ def _turn_values(forced: ForcedStage) -> Tensor:
 @_of_rotation
 def _rotary_some_heads(evidence: Evidence, _: RotaryRule) -> Variants:
     if evidence.shows_outputs_alone:
+        still = tuple(range(1, evidence.model.settings.num_heads))
+        model = evidence.replace_stages(ROTATED, _undo_rotation_of_heads, slice(1, None))
+        details = {"rotated": (0,), "rotated kv heads": (0,)}  # by code that takes [:, :1] of both
+        yield Variant(model, {}, "rotate every head", details, heads=still)
         if evidence.is_limited:
-            yield from _rotary_missing(evidence)
-            yield from _rotate_heads_of_roles(evidence)
+            bare = evidence.model.with_settings(rotary=None)
+            yield Variant(bare, {}, "rotate every head", {"rotated": ()})
         return
     model, heads = evidence.model, {}
     for stage in ROTATED:
@@ -316,29 +319,6 @@ def _rotary_some_heads(evidence: Evidence, _: RotaryRule) -> Variants:
         return
     rotated, details = {"rotated": heads["q"]}, {"rotated kv heads": heads["k"]}
     yield Variant(model, rotated, "rotate every head", details)
-
-
-def _rotate_heads_of_roles(evidence: Evidence) -> Variants:
-    """Yield the rotation of some heads of q and some kv heads of k, where these are not the same."""
-    settings, roles = evidence.model.settings, (ROTATED[:1], ROTATED[1:], ROTATED)
-    heads, every = settings.num_heads, range(settings.num_heads)
-    bare = [evidence.replace_stages(each, _undo_rotation_of_heads, slice(None)) for each in roles]
-    found = find_heads(evidence, *bare) or ()
-    still = {
-        role: {n % heads for n in found if n // heads in (at, 2)} for at, role in enumerate("qk")
-    }
-    kv_heads = {head // settings.group for head in still["k"]}
-    if still["q"] == still["k"] or len(still["k"]) != settings.group * len(kv_heads):
-        return
-    model = evidence.replace_stages(ROTATED[:1], _undo_rotation_of_heads, sorted(still["q"]))
-    model = model.with_stage_function(
-        ROTATED[1], partial(_undo_rotation_of_heads, sorted(kv_heads))
-    )
-    rotated = tuple(head for head in every if head not in still["q"])
-    kv = tuple(head for head in range(settings.num_kv_heads) if head not in kv_heads)
-    heads_without = tuple(sorted(still["q"] | still["k"]))
-    details = {"rotated kv heads": kv}
-    yield Variant(model, {"rotated": rotated}, "rotate every head", details, heads=heads_without)
 
 
 def _undo_rotation_of_heads(heads: list[int] | slice, forced: ForcedStage) -> Tensor:
