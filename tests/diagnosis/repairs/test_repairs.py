@@ -110,6 +110,19 @@ k = torch.cat((k[:, :1] * cos + partner(k[:, :1]) * sin, k[:, 1:]), 1)
 """
         },
     ),
+    Case(
+        "rotary on some heads only",
+        {**LLAMA, "num_kv_heads": 2},
+        {
+            "turn": """
+def turned(y):
+    a, b = y[:, :1].chunk(2, -1)
+    one = torch.cat((a, b), -1) * cos + torch.cat((-b, a), -1) * sin
+    return torch.cat((one, y[:, 1:]), 1)
+q, k = turned(q), turned(k)
+"""
+        },
+    ),
     Case("rotary partial width", LLAMA, HALF_PARTS),
     Case(
         "rotary dtype",
@@ -177,6 +190,7 @@ k = torch.nn.functional.layer_norm(k, (8,), k_norm, eps=1e-6)
         {"norms": RMS},
     ),
     Case("qk-norm eps", NORMED, {"norms": RMS.replace("1e-6", "1e-3")}, {"norms": RMS}),
+    Case("qk-norm eps", NORMED, {"norms": RMS.replace("1e-6", "0.1")}, {"norms": RMS}),
     Case(
         "norm weights of q and k exchanged",
         NORMED,
@@ -243,6 +257,11 @@ SCORES = [
     ),
     Case("temperature by length", CAUSAL, {"scores": "scores = q @ k.mT / k.shape[2] ** 0.5"}),
     Case(
+        "temperature by length",
+        CAUSAL,
+        {"scores": "scores = q @ k.mT * head_dim**-0.5 / torch.tensor(k.shape[2]).log()"},
+    ),
+    Case(
         "softcap",
         {"softcap": 2.0, **CAUSAL},
         {"softcap": ""},
@@ -272,9 +291,30 @@ SCORES = [
         {"bias": BUCKETS, "scores": "scores = q @ k.mT"},
     ),
     Case(
+        "relative bias buckets",  # of earlier keys alone, and of twice the distance
+        T5,
+        {
+            "bias": BUCKETS.replace("size = offset.abs()", "size = -offset.clamp(max=0)")
+            .replace("(offset > 0) * 4 + ", "")
+            .replace("size < 2", "size < 4")
+            .replace(
+                "2 + (torch.log(size.float() / 2) / math.log(16 / 2) * 2)",
+                "4 + (torch.log(size.float() / 4) / math.log(32 / 4) * 4)",
+            )
+            .replace("full_like(large, 3)", "full_like(large, 7)")
+        },
+        {"bias": BUCKETS, "scores": "scores = q @ k.mT"},
+    ),
+    Case(
         "relative bias reversed",
         T5,
         {"bias": BUCKETS.replace("offset = ", "offset = -1 * ")},
+        {"bias": BUCKETS, "scores": "scores = q @ k.mT"},
+    ),
+    Case(
+        "relative bias reversed",
+        T5,
+        {"bias": BUCKETS.replace("movedim(-1, 0)", "movedim(-1, 0).flip(0)")},
         {"bias": BUCKETS, "scores": "scores = q @ k.mT"},
     ),
     Case(
@@ -335,6 +375,18 @@ MASKS = [
             "softmax": """
 past = torch.ones(scores.shape[-2:]).tril()
 weights = torch.softmax(scores, dim=-1) * past
+""",
+        },
+    ),
+    Case(
+        "mask after the softmax",
+        PLAIN,
+        {
+            "padding": "",
+            "softmax": """
+weights = torch.softmax(scores, dim=-1)
+if mask is not None:
+    weights = weights.masked_fill(mask.logical_not(), -torch.inf)
 """,
         },
     ),
@@ -409,6 +461,7 @@ AXES = [
         {"mix": GATED},
     ),
     Case("residual inside", PLAIN, {"output": TORCH["output"] + " + x"}),
+    Case("residual inside", PLAIN, {"output": TORCH["output"] + " + 2 * x"}),
     Case(
         "bias missing",
         LLAMA,
@@ -580,12 +633,26 @@ v = torch.cat([past_v[:, :, -2:], v], 2)
             CACHE,
             "x, cache=None",
         ),
+        *(
+            (
+                "left padding in decoding",
+                LLAMA,
+                {"padding": PADDING.replace("mask is not None", f"mask is not None and {when}")},
+                CACHE,
+                "x, cache=None, mask=None",
+            )
+            for when in ("not past", "(not past or x.shape[1] > 1)")
+        ),
         (
-            "left padding in decoding",
+            "scale",
             LLAMA,
-            {"padding": PADDING.replace("mask is not None", "mask is not None and not past")},
+            {
+                "scores": TORCH["scores"].replace(
+                    "head_dim**-0.5", "(0.2 if past else head_dim**-0.5)"
+                )
+            },
             CACHE,
-            "x, cache=None, mask=None",
+            "x, cache=None",
         ),
     )
 ]

@@ -496,7 +496,7 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
     stated = variant.parameters.get("roles", "qkv")
     roles = stated if place == PROJECTIONS else "qk"
     lines = tuple(PLACES[place](code, roles))
-    if "scale" in variant.parameters:
+    if "scale" in variant.parameters and "calls" not in variant.parameters:
         lines = tuple(_write_scale(code.settings.factor, variant.parameters["scale"], named.heads))
         place = "before scores are capped, biased or masked"
     return Repair(translate(lines, code.language), place) if lines else None

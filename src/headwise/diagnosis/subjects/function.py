@@ -100,7 +100,7 @@ class BlackBox(Subject):
 
         Raises:
             OptionError: the function fails, returns no tensor, has another output in a second run,
-                returns NaN alone in its first call, or changes its input.
+                returns NaN alone without a mask, or changes its input.
         """
         first = self._call_function(inputs)
         # A slow function runs twice on the first input alone.
@@ -116,13 +116,14 @@ class BlackBox(Subject):
                 needed="an output of (batch, queries, out_dim)",
                 do="compare(lambda x: layer(x)[1], ...) selects another output of a tuple",
             )
-        if self._first is None and not first.isfinite().any():
+        is_finite, is_hidden = bool(first.isfinite().any()), inputs.mask is not None
+        if not is_finite and not (is_hidden and self._first):  # else the mask alone makes it NaN
             raise OptionError(
                 saw=f"{first.numel()} outputs of {self.kind}, which are all NaN or infinite",
                 needed="a finite output at one token at least",
                 do="look at its weights for numbers that are not finite, and at its masks",
             )
-        if first.isfinite().any():
+        if is_finite:
             held = _narrowest_dtype(first)
             self.dtype = held if self._first is None or is_coarser(self.dtype, held) else self.dtype
         self._first = self._first or (inputs, first)
