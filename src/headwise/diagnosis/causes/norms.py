@@ -331,4 +331,4 @@ def _residual_inside(evidence: Evidence) -> Variants:
             return Variant(model, {"times": factor} if times else {}, repair)
 
         yield make(1.0)
-        yield Family(make, (-1.0, 0.5, 2.0))
+        yield Family(make, (-1.0, 0.5, 2.0, 8.0))
