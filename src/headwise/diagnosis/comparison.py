@@ -132,8 +132,9 @@ class FoundCause:
     @property
     def heads_in_words(self) -> str:
         """The heads that it concerns, in words; "" for all, and where the parameters say them."""
-        is_said = self.heads is None or "rotated" in self.parameters
-        return "" if is_said else format_noun_with_numbers("head", self.heads)
+        if self.heads is None or "rotated" in self.parameters:
+            return ""
+        return format_noun_with_numbers("head", self.heads)
 
     @property
     def lines(self) -> list[str]:

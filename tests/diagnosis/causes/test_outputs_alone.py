@@ -96,9 +96,9 @@ CASES: dict[str, tuple[str, dict[str, object], dict[str, Function], dict[str, ob
         "sign",
         CAUSAL,
         {"scores": negated(-1e9)},
-        {"hidden keys": "set to a number"},
+        {"hidden keys": 1e9},
     ),
-    "negated, -inf": ("sign", CAUSAL, {"scores": negated(-math.inf)}, {"hidden keys": "-inf"}),
+    "negated, -inf": ("sign", CAUSAL, {"scores": negated(-math.inf)}, {"hidden keys": math.inf}),
     "weights of -inf": (
         "mask after the softmax",
         CAUSAL,

@@ -355,16 +355,15 @@ def _number_hidden(scope: str, number: float, word: str, forced: ForcedStage) ->
 def yield_negated_scores(evidence: Evidence) -> Variants:
     """Yield scores whose sign is another one after keys are hidden: these have all the weight."""
     repair = "hide keys after the sign of the scores is right: scores.masked_fill(~mask, -inf)"
-    for way in ("set to", "added", "-inf") if _scopes(evidence) else ():
-        model = evidence.replace_stages(SCORES, _negate_scores, way)
-        details = {"hidden keys": f"{way} a number" if way != "-inf" else way}
+    for number in (-LOWEST[1], math.inf) if _scopes(evidence) else ():
+        model = evidence.replace_stages(SCORES, _negate_scores, number)
+        details = {"hidden keys": number}
         yield Variant(model, {"of": "the scores, after keys are hidden"}, repair, details)
 
 
-def _negate_scores(way: str, forced: ForcedStage) -> Tensor:
+def _negate_scores(number: float, forced: ForcedStage) -> Tensor:
     usual = forced.usual_result()
-    large = {"set to": 1e9, "added": 1e9 - _score_all_keys(forced), "-inf": math.inf}[way]
-    return torch.where(usual == -math.inf, large, -usual)
+    return (-usual).masked_fill(usual == -math.inf, number)
 
 
 def _find_hidden(scope: str, forced: ForcedStage, scores: Tensor) -> Tensor:

@@ -301,11 +301,11 @@ def _rotary_some_heads(evidence: Evidence, _: RotaryRule) -> Variants:
     if evidence.shows_outputs_alone:
         still = tuple(range(1, evidence.model.settings.num_heads))
         model = evidence.replace_stages(ROTATED, _undo_rotation_of_heads, slice(1, None))
-        details = {"rotated": (0,), "rotated kv heads": (0,)}  # by code that takes [:, :1] of both
-        yield Variant(model, {}, "rotate every head", details, heads=still)
+        first = {"rotated": (0,), "rotated kv heads": (0,)}  # by code that takes [:, :1] of both
+        yield Variant(model, {}, "rotate every head", first, heads=still)
         if evidence.is_limited:
-            bare = evidence.model.with_settings(rotary=None)
-            yield Variant(bare, {}, "rotate every head", {"rotated": ()})
+            bare, none = evidence.model.with_settings(rotary=None), dict[str, object](rotated=())
+            yield Variant(bare, {}, "rotate every head", none)
         return
     model, heads = evidence.model, {}
     for stage in ROTATED:

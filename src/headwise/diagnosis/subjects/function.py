@@ -281,12 +281,12 @@ class BlackBox(Subject):
     def limits(self) -> tuple[str, ...]:
         """A sentence on the inputs that it takes, where these are not the usual ones."""
         words = "compared under masks of padding alone: it reads the row of the first query"
-        rows = (words,) if self.reads_one_row else ()
+        rows = [words] if self.reads_one_row else []
         words = "compared under masks that all heads share: it reads the mask of the first head"
-        rows += (words,) if self.reads_one_head else ()
+        rows += [words] if self.reads_one_head else []
         layout = "" if self.form is None else str(self.form)
         if not (layout or self.lengths):
-            return rows
+            return tuple(rows)
         taken = layout or f"sequences {self.lengths}"
         taken += f", {self.lengths}" if layout and self.lengths else ""
         return (f"compared with {taken}: {self.misfit}", *rows)
