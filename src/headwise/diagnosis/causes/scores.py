@@ -5,6 +5,7 @@ The scale, the softcap and the bias by distance; the axis, the dtype and the sin
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +17,9 @@ from headwise.diagnosis.causes.decoding import change_later_calls
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
 from headwise.diagnosis.causes.parts import fit_by_head
 from headwise.diagnosis.moves.move import find_factor_formula, format_dtype
+from headwise.diagnosis.outputs.solving import solve, with_constant
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, scale_products
+from headwise.errors import OptionError
 from headwise.function.distance import slopes_of
 from headwise.function.spec import Softcap
 from headwise.layers.distance import alibi_slopes
@@ -314,6 +317,9 @@ def _sinks(evidence: Evidence) -> Variants:
     repair = "load the sinks: one logit for each head, in the denominator alone"
     if sink is not None:
         yield Variant(evidence.model.with_weights(sink=None), {"sinks": "none"}, repair)
+    elif evidence.shows_outputs_alone and _loses_weight(evidence):
+        zero = evidence.model.with_weights(sink=torch.zeros(evidence.model.settings.num_heads))
+        yield Variant(zero, {"sinks": 0.0}, "leave out the key of zeros", is_step=True)
     stated = _infer_sink_logits(evidence)
     if evidence.shows_outputs_alone:
         heads = evidence.model.weights["wq"].shape[0]
@@ -323,6 +329,18 @@ def _sinks(evidence: Evidence) -> Variants:
         model = evidence.model.with_weights(sink=stated)
         repair = repair if sink is not None else "leave the sinks out"
         yield Variant(model, {"sinks": [round(float(logit), 6) for logit in stated]}, repair)
+
+
+def _loses_weight(evidence: Evidence) -> bool:
+    """True if one token has not all the weight: outputs are no linear function of it."""
+    runs, crosses = evidence.calls[0].runs, evidence.is_cross_attention
+    if runs is None:
+        return False
+    with suppress(OptionError):  # of a function that fails on one token
+        call = runs.single_call(evidence.model, crosses=crosses)
+        solution = solve(with_constant(call.inputs.key_source[:, 0]), call.stages["output"][:, -1])
+        return solution is not None and solution.residual > STILL
+    return False
 
 
 def _infer_sink_logits(evidence: Evidence) -> Tensor | None:
