@@ -391,6 +391,15 @@ if mask is not None:
         },
     ),
     Case(
+        "sign",
+        CAUSAL,
+        {
+            "mask": TORCH["mask"].replace("-torch.inf", "-1e9"),
+            "padding": PADDING.replace("-torch.inf", "-1e9"),
+            "softmax": "weights = torch.softmax(-scores, dim=-1)",
+        },
+    ),
+    Case(
         "window on the wrong side",
         WINDOWED,
         {"mask": WINDOW.format(3).replace("(ahead", "(-ahead")},

@@ -352,20 +352,6 @@ def _number_hidden(scope: str, number: float, word: str, forced: ForcedStage) ->
     return torch.where(chosen, number if word == "set to" else bare + number, usual)
 
 
-def yield_negated_scores(evidence: Evidence) -> Variants:
-    """Yield scores whose sign is another one after keys are hidden: these have all the weight."""
-    repair = "hide keys after the sign of the scores is right: scores.masked_fill(~mask, -inf)"
-    for number in (-LOWEST[1], math.inf) if _scopes(evidence) else ():
-        model = evidence.replace_stages(SCORES, _negate_scores, number)
-        details = {"hidden keys": number}
-        yield Variant(model, {"of": "the scores, after keys are hidden"}, repair, details)
-
-
-def _negate_scores(number: float, forced: ForcedStage) -> Tensor:
-    usual = forced.usual_result()
-    return (-usual).masked_fill(usual == -math.inf, number)
-
-
 def _find_hidden(scope: str, forced: ForcedStage, scores: Tensor) -> Tensor:
     """Return True at the keys that a mask, the settings or both hide."""
     mask = forced.call.inputs.mask

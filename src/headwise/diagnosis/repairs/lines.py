@@ -423,6 +423,7 @@ PLACE_OF: Mapping[Cause, str] = {
     catalogue.WINDOW_SIDE: MASK,
     catalogue.MASK_ALONG_QUERIES: MASK,
     catalogue.MASK_AFTER_SOFTMAX: MASK_AND_SOFTMAX,
+    catalogue.SIGN: MASK_AND_SOFTMAX,
     catalogue.FINITE_FOR_INF: MASK,
     catalogue.EVICTED_KEYS: CACHE,
     catalogue.CACHED_VALUES_LOST: CACHE,
@@ -484,13 +485,15 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
     rows: tuple[str, ...] = ()
     if place == ON_WEIGHTS:
         rows = write_norm_lines(variant.model.weights, before.weights)
-    elif place in ("", GROUPS):
+    elif place in ("", GROUPS, MASK_AND_SOFTMAX):
         rows = write_row_lines(variant.model.weights, before.weights)
     elif place == ROTATION and any("permutation" in name for name in named.equals):
         rows = _write_pairs(before, variant.model)
     if rows:
         return Repair(translate(rows, code.language), ON_WEIGHTS)
-    if place in ("", ON_WEIGHTS):
+    weights = variant.model.weights.items()
+    is_moved = any(x is not before.weights.get(name) for name, x in weights)  # a gate, by no line
+    if place in ("", ON_WEIGHTS) or (is_moved and place == MASK_AND_SOFTMAX):
         return None
     place = MASK_AND_SOFTMAX if place == MASK and code.has_empty_rows else place
     stated = variant.parameters.get("roles", "qkv")
