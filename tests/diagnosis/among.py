@@ -9,17 +9,24 @@ from headwise import Attention
 from headwise.diagnosis import Diagnosis, Inputs
 from headwise.diagnosis.catalogue import CAUSES
 from headwise.diagnosis.layers import Comparison
-from headwise.diagnosis.probes import choose_inputs
+from headwise.diagnosis.probes import choose_inputs, make_further_probes
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.steps import make_function
 
 
 def compare_among(
-    names: Collection[str], port: Any, layer: Attention, inputs: Inputs | None = None
+    names: Collection[str],
+    port: Any,
+    layer: Attention,
+    inputs: Inputs | None = None,
+    *,
+    further: bool = False,
 ) -> Diagnosis:
     """Return what is said of a function beside a layer by the causes of these names."""
     function, known = make_function(port, "port"), NativeSubject(layer)
     assert function is not None
     causes = [cause for cause in CAUSES if cause.name in names]
     assert len(causes) == len(names)
-    return Comparison(function, known, choose_inputs(function, known, inputs), causes).diagnosis()
+    comparison = Comparison(function, known, choose_inputs(function, known, inputs), causes)
+    comparison.further = make_further_probes((function, known)) if further else []
+    return comparison.diagnosis()

@@ -194,6 +194,44 @@ def test_a_window_that_no_input_reaches_is_inconclusive_beside_a_function() -> N
     assert "the window is 4096 keys in the second, and inputs of 40 tokens" in str(diagnosis)
 
 
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [
+        (
+            lambda w: w.unflatten(0, (3, HEADS, -1)).transpose(0, 1).flatten(0, 2),
+            "nesting of fused rows",
+        ),
+        (lambda w: w.unflatten(0, (3, -1))[[1, 2, 0]].flatten(0, 1), "order of fused rows"),
+    ],
+)
+def test_fused_rows_are_named_beside_an_input_with_a_source(
+    rows: Callable[[Tensor], Tensor], name: str
+) -> None:
+    original, _ = torch_pair()
+    port = copy.deepcopy(original)
+    for parameter in (port.in_proj_weight, port.in_proj_bias):
+        parameter.data = rows(parameter.data)
+    diagnosis = compare(port, original)
+    assert diagnosis.function is not None
+    assert diagnosis.function.cause_names == [name]
+    assert any("attend to 7 others" in probe for probe in diagnosis.function.probes)
+
+
+def test_scores_that_overflow_the_dtype_of_one_layer_are_not_the_same() -> None:
+    """Returned weights take a product of float16, and torch's fused kernel does not."""
+    original, _ = torch_pair()
+    original.in_proj_weight.data[: 2 * WIDTH] *= 100
+    original = original.half()
+    twin = Attention.from_layout(original.state_dict(), layout="torch-packed", num_heads=HEADS)
+    diagnosis = compare(original, twin)
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "in float16, its own dtype, " in str(diagnosis)
+    assert "outputs of the first are NaN on 11 random tokens, three times as large" in str(
+        diagnosis
+    )
+    assert compare(original.float(), twin.float())
+
+
 def mask_of(mask: Tensor | None) -> Mask | None:
     return None if mask is None else Mask.may_attend(mask[:, 0], axes="batch queries keys")
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import headwise
-from headwise import Attention, Rotary
+from headwise import Attention, Mask, Rotary
+from tests.diagnosis.among import compare_among
 
 WIDTH, HEADS = 24, 3
 
@@ -62,6 +63,43 @@ def test_a_function_that_takes_few_tokens_is_the_same() -> None:
         return layer(x)
 
     assert headwise.compare(short, layer)
+
+
+MASKS = {
+    "of each head": lambda mask: mask,
+    "of the first head, for all": lambda mask: mask[:, :1],
+    "of the first head, by its number": lambda mask: mask[:, 0],
+    "without an axis of heads": lambda mask: mask.reshape(len(mask), *mask.shape[2:]),
+}
+
+
+@pytest.mark.parametrize("words", MASKS)
+def test_a_mask_for_each_head(words: str) -> None:
+    layer, _ = pair({}, {})
+
+    def port(x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            return layer(x)
+        read = MASKS[words](mask)
+        axes = "batch heads queries keys" if read.dim() == 4 else "batch queries keys"
+        read = read.expand(len(x), *[HEADS] * (read.dim() == 4), x.shape[1], -1)
+        return layer(x, mask=Mask.may_attend(read, axes=axes))
+
+    diagnosis = compare_among(
+        ["one head for all heads", "window missing"], port, layer, further=True
+    )
+    assert diagnosis.function is not None
+    if words == "of the first head, for all":
+        [cause] = diagnosis.function.causes
+        assert cause.parameters == {"of": "the mask", "head": 0}
+        return
+    assert diagnosis
+    is_seen, is_read = words == "of each head", words == "of the first head, by its number"
+    assert ("under a mask for each head" in str(diagnosis)) == is_seen
+    assert ("it reads the mask of the first head" in str(diagnosis)) == is_read
+    beyond = "a window or a base of the rotation that changes with the length beyond 259 keys"
+    unseen = beyond if is_seen else f"{beyond}, and a mask for each head"
+    assert f"not seen: {unseen}\n" in str(diagnosis)
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ ROTARY_PERMUTATION_HEADS = Cause(
 ROTARY_PERMUTATION_WIDTH = Cause("rotary permutation of another width", PROJECTED, cost=1.03)
 KV_HEADS_TILED = Cause("kv heads tiled instead of repeated", WITH_HEADS, REPORTED, cost=1.04)
 SHARD_ORDER = Cause("shards joined in the wrong order", PROJECTED, REPORTED, cost=1.06)
-SIGN = Cause("sign", ("q", "k", "v", "head outputs", "output"), cost=1.07)
+SIGN = Cause("sign", ("q", "k", "v", "scores", "head outputs", "output"), cost=1.07)
 FACTOR = Cause("factor", PROJECTED, REPORTED, cost=1.08)
 ROWS_ZERO = Cause(
     "rows zero", PROJECTED, REPORTED, cost=1.07, remedy="load {weights} again: zero in {text}"

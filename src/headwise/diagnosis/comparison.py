@@ -131,8 +131,10 @@ class FoundCause:
 
     @property
     def heads_in_words(self) -> str:
-        """The heads that it concerns, in words; "" for all."""
-        return "" if self.heads is None else format_noun_with_numbers("head", self.heads)
+        """The heads that it concerns, in words; "" for all, and where the parameters say them."""
+        if self.heads is None or "rotated" in self.parameters:
+            return ""
+        return format_noun_with_numbers("head", self.heads)
 
     @property
     def lines(self) -> list[str]:

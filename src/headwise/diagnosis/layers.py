@@ -20,7 +20,12 @@ from headwise.diagnosis.patterns import describe_matrix
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import (
+    AttentionModel,
+    Inputs,
+    RecordedCall,
+    has_masks_of_heads,
+)
 from headwise.diagnosis.subjects import recording, subject
 from headwise.diagnosis.subjects.forms import name_arguments
 from headwise.diagnosis.subjects.function import SLOW, BlackBox
@@ -28,7 +33,7 @@ from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.parts import holds_modules
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
-from headwise.function.rounding import coarsest
+from headwise.function.rounding import coarsest, is_coarser
 
 RECORD_PARTS = (
     "next, record q, k and v too: compare(port, layer, parts={'q': port.q_proj, 'k': port.k_proj, "
@@ -41,6 +46,7 @@ IN_FURTHER_CALLS = (
     catalogue.WINDOW_MISSING,
     catalogue.WINDOW_OFF_BY_ONE,
     catalogue.SOFTCAP,
+    catalogue.ONE_HEAD_FOR_ALL,
 )
 
 
@@ -61,6 +67,7 @@ class Comparison:
         self.first, self.second, self.probes = first, second, probes
         self.candidates = candidates
         self.further: Sequence[NamedInputs] = ()  # to be run where a function agrees on all others
+        self.ran: list[NamedInputs] = []
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         if self.known.model is None:
             raise OptionError(
@@ -105,7 +112,7 @@ class Comparison:
             verdict = Verdict.UNDER_MASK
         comparison = explained.report(
             kinds=(self.first.kind, self.second.kind),
-            probes=tuple(dict.fromkeys((*names, *explained.names))),
+            probes=tuple(dict.fromkeys(probe.name for probe in self.ran)),
             seed=SEED,
             blind=blind,
             isolated=(
@@ -154,8 +161,10 @@ class Comparison:
             return Verdict.INCONCLUSIVE, UNSTATED, False
         hidden = not self._are_equal_as_data()
         blind = self._blind_spot(verdict, calls) if hidden else ""
-        blind = blind or subject.describe_dropout_difference(
-            self.first.dropout, self.second.dropout
+        blind = (
+            blind
+            or self._describe_overflow()
+            or subject.describe_dropout_difference(self.first.dropout, self.second.dropout)
         )
         return (Verdict.INCONCLUSIVE, blind, False) if blind else (verdict, "", hidden)
 
@@ -210,6 +219,7 @@ class Comparison:
                 break
             calls += more
             names += each
+            self.ran += [probe] if each else []
         if isinstance(self.doubtful, BlackBox):  # whose dtype is known after all calls
             calls = [replace(call, dtype=self.dtype) for call in calls]
         return calls, names
@@ -222,7 +232,7 @@ class Comparison:
         return f" ({seconds:.2g} s a call, {probes + 2} calls are planned)"
 
     def _list_unprobed_arguments(self) -> Iterator[str]:
-        inputs = [probe.inputs for probe in self.probes]
+        inputs = [probe.inputs for probe in self.ran]
         for name in ("mask", "source"):
             takes = [getattr(each, f"takes_{name}") for each in (self.first, self.second)]
             if any(takes) and all(getattr(each, name) is None for each in inputs):
@@ -249,6 +259,9 @@ class Comparison:
         function, sizes = self.doubtful, self.known.input_widths
         if not isinstance(function, BlackBox) or sizes is None:
             return ()
+        if verdict.is_same:
+            reach = unseen.describe_reach(self.model, [probe.inputs for probe in self.ran])
+            return (*function.limits, reach)
         if verdict is not Verdict.UNKNOWN or watch.current().stopped:
             return function.limits
         parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
@@ -303,9 +316,12 @@ class Comparison:
                 return explained
             model, candidates = causes[-1].model, self.candidates
         for probe in self.further:
+            if has_masks_of_heads(probe.inputs) and not function.takes_heads(probe.inputs):
+                continue
             with suppress(OptionError):  # of a function that takes fewer tokens, or smaller ones
                 # In float64 if it can: biases by position round more, the longer an input is.
                 call = replace(function.runs.record(probe.inputs), dtype=self.dtype)
+                self.ran.append(probe)
                 if measure_gaps(model, [call]).cells_beyond_rounding:
                     calls, names = [*explained.calls, call], [*explained.names, probe.name]
                     options = (self.dtype, candidates, explained.side, self._language)
@@ -395,6 +411,19 @@ class Comparison:
         made = probes.make_probes([self.first, self.second], sizes)
         calls, names = self._record_doubtful(made)
         return search.ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
+
+    def _describe_overflow(self) -> str:
+        """Return what is not finite in the dtype of one layer alone; "" for nothing."""
+        found = list[str]()
+        for side, each in (("first", self.first), ("second", self.second)):
+            if each.model is None or not is_coarser(each.dtype, torch.float64):
+                continue
+            given = [probe for probe in self.probes if not probe.inputs.steps]
+            calls = [RecordedCall(x.inputs, {"output": each.output(x.inputs)}) for x in given]
+            names, dtype = [x.name for x in given], str(each.dtype).removeprefix("torch.")
+            bad = functions.describe_not_finite(calls, names, side)
+            found += [f"in {dtype}, its own dtype, {sentence}" for sentence in bad]
+        return found[0] if len(found) == 1 else ""
 
     @property
     def _single_calls(self) -> list[Inputs]:

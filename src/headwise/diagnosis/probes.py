@@ -28,6 +28,7 @@ BATCH = 2
 QUERIES, KEYS, LONG, FEW = 11, 7, 40, 3  # tokens; KEYS of cross attention
 DRAWS = 8  # of the same tokens, which dropout changes each time
 PADDING = (1, 4)  # tokens of each sequence
+SEEN = 0.6  # of the keys, under a mask for each head
 SIDES = ("right", "left")  # of padding
 LENGTHS = (QUERIES, FEW, LONG)
 LONGEST = 256  # tokens, for a window; longer inputs take minutes where a cause is looked for
@@ -323,9 +324,10 @@ def _fit_lengths(
 
 
 def make_further_probes(subjects: Sequence[Subject]) -> list[NamedInputs]:
-    """Return inputs that show a long window or a large softcap that a function alone has.
+    """Return inputs that show a long window, a large softcap, or one head's mask for all heads.
 
-    They are those of self-attention: many tokens, and tokens whose scores are large.
+    They are those of self-attention: many tokens, tokens whose scores are large, and a mask for
+    each head.
     """
     models = [each.model for each in subjects if each.model is not None]
     sizes = [each.input_widths for each in subjects if each.input_widths is not None]
@@ -340,6 +342,10 @@ def make_further_probes(subjects: Sequence[Subject]) -> list[NamedInputs]:
     probes = [NamedInputs(f"{length} random tokens", long)]
     if models[0].settings.cap is None:
         probes.append(_enlarge_to_reach(REACHED, usual, models[0]))
+    if (heads := models[0].settings.num_heads) > 1 and all(each.takes_mask for each in subjects):
+        mask = torch.rand(BATCH, heads, QUERIES, QUERIES, generator=generator) < SEEN
+        given = replace(usual.inputs, mask=mask | torch.eye(QUERIES, dtype=torch.bool))
+        probes.append(NamedInputs(f"{usual.name} under a mask for each head", given))
     return _add_causal_mask(subjects, probes)
 
 

@@ -6,7 +6,12 @@ from dataclasses import replace
 import torch
 
 from headwise.diagnosis.simulation.gaps import absolute_difference, allowed_difference
-from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
+from headwise.diagnosis.simulation.model import (
+    AttentionModel,
+    Inputs,
+    RecordedCall,
+    has_masks_of_heads,
+)
 from headwise.function.spec import Softcap
 
 ANOTHER_SCALE = 0.7  # of the scores: a head's share that most faults exceed
@@ -127,6 +132,24 @@ def find_changes(
     if settings.cap is None:
         changes[f"a softcap of {USUAL_CAP:g}"] = model.with_settings(softcap=Softcap(USUAL_CAP))
     return tuple(name for name, other in changes.items() if not _is_seen(model, other, calls))
+
+
+def describe_reach(model: AttentionModel, inputs: Sequence[Inputs]) -> str:
+    """Return the sentence on what inputs of a function ran, and what is beyond them."""
+    keys, batch = (
+        max(size) for size in zip(*((x.key_source.shape[1], len(x.x)) for x in inputs), strict=True)
+    )
+    masked = [each for each in inputs if each.mask is not None]
+    has_heads = any(map(has_masks_of_heads, masked))
+    kinds = "" if not masked else ", some with a mask for each head" if has_heads else ""
+    beyond = ["a window", "a base of the rotation that changes with the length"]
+    beyond = beyond if model.settings.rotation is not None else beyond[:1]
+    unseen = [f"{' or '.join(beyond)} beyond {keys} keys"]
+    unseen += ["a mask for each head"] if not has_heads and model.settings.num_heads > 1 else []
+    return (
+        f"ran up to {keys} keys in up to {batch} sequences, {len(masked)} of {len(inputs)} inputs "
+        f"under a mask{kinds}; not seen: {', and '.join(unseen)}"
+    )
 
 
 def _is_sensitive_to_scores(model: AttentionModel, call: RecordedCall) -> bool:

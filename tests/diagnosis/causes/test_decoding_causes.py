@@ -96,8 +96,17 @@ def bare(past: int, chunk: Inputs) -> Inputs:
     return replace(chunk, mask=None) if past else chunk
 
 
+def bare_of_one_token(past: int, chunk: Inputs) -> Inputs:
+    return bare(past, chunk) if chunk.x.shape[1] == 1 else chunk
+
+
 @pytest.mark.parametrize(
-    ("change", "words"), [(counted, "counted in the positions"), (bare, "mask ignored")]
+    ("change", "words"),
+    [
+        (counted, "counted in the positions"),
+        (bare, "mask ignored"),
+        (bare_of_one_token, "mask ignored"),
+    ],
 )
 def test_left_padding_that_later_calls_ignore(
     change: Callable[[int, Inputs], Inputs], words: str
@@ -106,7 +115,20 @@ def test_left_padding_that_later_calls_ignore(
     result = searched(model, decoded(model, padded(), change), *DECODING)
     assert [each.cause.name for each in result.causes] == ["left padding in decoding"]
     assert result.causes[0].variant.parameters == {"padding": words}
+    assert bool(result.causes[0].variant.details) == (change is bare_of_one_token)
     assert not result.left.cells_beyond_rounding
+
+
+def test_a_scale_of_later_calls_alone() -> None:
+    model = model_of(causal=True)
+    other = model.with_settings(scale=0.2)
+    calls: list[RecordedCall] = []
+    for chunk in inputs_of(steps=STEPS).per_call:
+        call = RecordedCall(chunk, {}, earlier=tuple(calls))
+        calls.append(call.with_stages((other if calls else model).predict_all_stages(call)))
+    [cause] = searched(model, calls, *DECODING).causes
+    assert cause.cause.name == "scale"
+    assert cause.variant.parameters == {"scale": pytest.approx(0.2), "calls": "with a cache"}
 
 
 def test_right_calls_with_padding_agree() -> None:

@@ -87,6 +87,15 @@ def as_theta(theta: float) -> Callable[[ForcedStage], Tensor]:
             in_heads("k after rotary", [1], before_rotation),
             {},
         ),
+        (
+            "rotary on some heads only",
+            "",
+            (1, 2, 3),
+            lambda model: in_heads("k after rotary", [1], before_rotation)(
+                in_heads("q after rotary", [1, 2, 3], before_rotation)(model)
+            ),
+            {},
+        ),
         ("rotary theta", "q", None, in_heads("q after rotary", [0, 1, 2, 3], as_theta(500.0)), {}),
         ("rotary theta", "q", (1, 3), in_heads("q after rotary", [1, 3], as_theta(500.0)), {}),
         ("causal mask missing", "", (1,), in_heads("scores", [1], all_keys), {"causal": True}),
@@ -115,6 +124,9 @@ def test_the_part_is_named(
     assert cause.heads == heads
     assert cause.variant.parameters.get("role", "") == role
     assert (cause.variant.parameters.get("kv heads") == (1,)) == (heads == (2, 3) and role == "k")
+    if name == "rotary on some heads only":  # it is said of the heads that have it
+        rotated = tuple(n for n in range(HEADS) if n not in (heads or ()))
+        assert cause.variant.details["rotated"] == rotated
 
 
 def test_the_part_is_named_beside_a_head_that_gives_nothing() -> None:

@@ -90,6 +90,11 @@ def test_the_loop_is_the_formula() -> None:
         (lambda d: bucket(d, both=False, exact=6), {"bidirectional": False}),
         (lambda d: bucket(d, most=128), {"max_distance": 128}),
         (lambda d: bucket(d, exact=5), {"max_exact": 5}),
+        (
+            lambda d: bucket(d, both=False, exact=6, most=128),
+            {"bidirectional": False, "max_distance": 128},
+        ),
+        (lambda d: 4 * (d > 0) + min(abs(d), 2 + (abs(d) > 5)), {"buckets": 8}),
     ],
 )
 def test_other_buckets(buckets: Callable[[int], int], parameters: dict[str, object]) -> None:
@@ -99,6 +104,11 @@ def test_other_buckets(buckets: Callable[[int], int], parameters: dict[str, obje
 def test_the_distance_of_the_query_less_the_key() -> None:
     [(name, _)] = causes_of(lambda table: looked_up(bucket)(table).mT)
     assert name == "relative bias reversed"
+
+
+def test_the_heads_of_a_bias_in_reverse_order() -> None:
+    causes = causes_of(lambda table: looked_up(bucket)(table).flip(0))
+    assert causes == [("relative bias reversed", {"heads": "in reverse order"})]
 
 
 def reshaped_table(table: Tensor) -> Tensor:

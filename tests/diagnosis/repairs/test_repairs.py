@@ -8,14 +8,12 @@ from headwise import Rotary, compare
 from headwise.diagnosis.catalogue import CAUSES
 from headwise.diagnosis.repairs.lines import WORDS_ALONE
 from headwise.function import LinearScaling, Llama3Scaling, YarnScaling
-from headwise.layers import Alibi, QKNorm, T5Bias
+from headwise.layers import Alibi
 from tests.diagnosis.among import compare_among
+from tests.diagnosis.repairs.further import BUCKETS, FURTHER, NORMED, RMS, T5
 from tests.diagnosis.repairs.ports import CAUSAL, LLAMA, NUMPY, PLAIN, TORCH, Case
 
 TURN = TORCH["turn"]
-RMS = "\n".join(
-    f"{r} = {r} * ({r}.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * {r}_norm" for r in "qk"
-)
 ALIBI = """
 distance = torch.arange(scores.shape[-1])[None] - torch.arange(scores.shape[-2])[:, None]
 slopes = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125])
@@ -30,19 +28,9 @@ SINK = """
 column = sinks.view(1, -1, 1, 1).expand(len(x), -1, x.shape[1], 1)
 weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 """
-BUCKETS = """
-offset = (torch.arange(scores.shape[-1])[None] - torch.arange(scores.shape[-2])[:, None])
-size = offset.abs()
-large = 2 + (torch.log(size.float() / 2) / math.log(16 / 2) * 2).to(torch.long)
-large = torch.minimum(large, torch.full_like(large, 3))
-which = (offset > 0) * 4 + torch.where(size < 2, size, large)
-scores = scores + table[which].movedim(-1, 0)
-"""
-T5 = {"score_bias": T5Bias(8, 16), "scale": 1.0}
 GATED = TORCH["mix"] + " * split(x @ wg.mT, num_heads).sigmoid()"
 LINEAR = TORCH["frequencies"] + " / {}"
 WINDOWED = {"window": (3, 0)}
-NORMED = {"qk_norm": QKNorm(), **LLAMA}
 HALF = {**LLAMA, "rotary": Rotary(width=4)}
 HALF_PARTS = {
     "frequencies": "inv_freq = 1 / 10_000.0 ** (torch.arange(0, 4, 2).float() / 4)",
@@ -582,12 +570,26 @@ v = torch.cat([past_v[:, :, -2:], v], 2)
             CACHE,
             "x, cache=None",
         ),
+        *(
+            (
+                "left padding in decoding",
+                LLAMA,
+                {"padding": PADDING.replace("mask is not None", f"mask is not None and {when}")},
+                CACHE,
+                "x, cache=None, mask=None",
+            )
+            for when in ("not past", "(not past or x.shape[1] > 1)")
+        ),
         (
-            "left padding in decoding",
+            "scale",
             LLAMA,
-            {"padding": PADDING.replace("mask is not None", "mask is not None and not past")},
+            {
+                "scores": TORCH["scores"].replace(
+                    "head_dim**-0.5", "(0.2 if past else head_dim**-0.5)"
+                )
+            },
             CACHE,
-            "x, cache=None, mask=None",
+            "x, cache=None",
         ),
     )
 ]
@@ -628,7 +630,7 @@ IN_NUMPY = [
 ]
 BESIDE = {"rotary pairing": ["rotary permutation doubled"]}  # one of which the lines repair
 QUICK = ("heads interleaved, numpy", "scale, torch")
-EVERY = [*ROTATIONS, *SCORES, *MASKS, *AXES, *WEIGHTS, *DECODING, *IN_NUMPY]
+EVERY = [*ROTATIONS, *SCORES, *MASKS, *AXES, *WEIGHTS, *DECODING, *FURTHER, *IN_NUMPY]
 
 
 @pytest.mark.parametrize(

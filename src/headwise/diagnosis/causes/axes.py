@@ -8,11 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import KV_HEADS_TILED, ROTATED
+from headwise.diagnosis.catalogue import KV_HEADS_TILED, ROTATED, SCORES
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
-from headwise.diagnosis.causes.masks import fill_empty_rows
+from headwise.diagnosis.causes.masks import change_mask, fill_empty_rows
 from headwise.diagnosis.simulation.gaps import list_misshapen_stages
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
+from headwise.diagnosis.simulation.model import (
+    AttentionModel,
+    ForcedStage,
+    RecordedCall,
+    has_masks_of_heads,
+)
 from headwise.function.distance import slopes_of
 from headwise.function.rotary import count_channels
 from headwise.function.stages import BEFORE
@@ -145,8 +150,9 @@ def _exchange_batch_and_sequence(forced: ForcedStage, positions: Tensor | None) 
 
 def _number_of_heads(evidence: Evidence) -> Variants:
     model, settings = evidence.model, evidence.model.settings
-    if not model.replaced.keys() <= {"output"}:
-        return  # a replaced stage keeps its number of heads
+    has_own_masks = any(has_masks_of_heads(call.inputs) for call in evidence.calls)
+    if not model.replaced.keys() <= {"output"} or has_own_masks:
+        return  # a replaced stage keeps its number of heads, and a mask for each head has it
     widths = {role: model.weights[f"w{role}"].flatten(0, 1).shape[0] for role in "qkv"}
     recorded = (call.stages["q"].shape[1] for call in evidence.calls if "q" in call.stages)
     seen = next(recorded, None)
@@ -276,6 +282,16 @@ def _one_head_for_all(evidence: Evidence) -> Variants:
         if (slopes := slopes_of(model.settings)) is not None:
             same = model.with_slopes(slopes[head].expand_as(slopes))
             yield _share_head(same, "the relative bias", head)
+        if any(has_masks_of_heads(call.inputs) for call in evidence.calls):
+            scores = evidence.replace_stages(SCORES, _score_under_mask_of_head, head)
+            repair = "scores.masked_fill(~mask, -inf), with the masks of all heads"
+            yield Variant(scores, {"of": "the mask", "head": head}, repair)
+
+
+def _score_under_mask_of_head(head: int, forced: ForcedStage) -> Tensor:
+    return change_mask(
+        lambda mask: mask[:, min(head, mask.shape[1] - 1), None], forced
+    ).usual_result()
 
 
 def _share_head(model: AttentionModel, part: str, head: int) -> Variant:

@@ -6,6 +6,7 @@ Later calls have other positions, windows or padding, or read a cache that was f
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -23,12 +24,17 @@ from headwise.diagnosis.causes.masks import (
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 
 
-def _change_later_calls(
-    evidence: Evidence, stages: Sequence[str], change: Callable[[ForcedStage], ForcedStage]
+def change_later_calls(
+    evidence: Evidence,
+    stages: Sequence[str],
+    change: Callable[[ForcedStage], ForcedStage],
+    most: int | None = None,
 ) -> AttentionModel:
+    """Return the model with other stages in calls with earlier keys, of so many tokens at most."""
 
     def in_later_calls(forced: ForcedStage) -> Tensor:
-        return (change(forced) if forced.call.earlier else forced).usual_result()
+        is_short = most is None or forced.call.inputs.x.shape[1] <= most
+        return (change(forced) if forced.call.earlier and is_short else forced).usual_result()
 
     return evidence.replace_stages(stages, in_later_calls)
 
@@ -45,7 +51,7 @@ def _place_later_calls(
         positions = position(call) if call.earlier else call.inputs.positions
         return replace(call, inputs=replace(call.inputs, positions=positions))
 
-    return _change_later_calls(evidence, stages, lambda x: replace(x, call=x.call.change(place)))
+    return change_later_calls(evidence, stages, lambda x: replace(x, call=x.call.change(place)))
 
 
 MOST_POSITIONS = 16
@@ -98,7 +104,7 @@ def _window_in_decoding(evidence: Evidence) -> Variants:
         if other != left:
             window = None if other is None else (other, right)
             changed = evidence.model.with_settings(window=window)
-            model = _change_later_calls(evidence, SCORES, partial(replace, model=changed))
+            model = change_later_calls(evidence, SCORES, partial(replace, model=changed))
             repair = "no window" if left is None else f"window=({left}, 0) in every call"
             yield Variant(model, {"window": count_window(other)}, repair)
 
@@ -113,10 +119,11 @@ MASKS: tuple[tuple[MaskChange, str], ...] = (
 def _padding_in_decoding(evidence: Evidence) -> Variants:
     if not evidence.has_later_calls:
         return
-    for change, words in MASKS if evidence.has_masks else ():
-        model = _change_later_calls(evidence, SCORES, partial(change_mask, change))
+    for (change, words), most in product(MASKS if evidence.has_masks else (), (None, 1)):
+        model = change_later_calls(evidence, SCORES, partial(change_mask, change), most)
         repair = 'Mask.lengths(..., side="left") in every call with the cache'
-        yield Variant(model, {"padding": words}, repair)
+        details = {} if most is None else {"calls": "of one token"}
+        yield Variant(model, {"padding": words}, repair, details)
     if any(call.inputs.positions is not None for call in evidence.calls):
         repair = "positions that count the tokens and not the padding, in every call"
         model = _place_later_calls(evidence, lambda _: None)

@@ -215,6 +215,8 @@ def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
     model = evidence.model
     every = {*"qkv"}.intersection(chain.from_iterable(call.stages for call in evidence.calls))
     calls = [call for call in evidence.calls if every <= {*call.stages}]
+    # Rows of q are found among those of k where both are channels over the same tokens.
+    calls = [call for call in calls if call.inputs.source is None] or calls
     rows = _collect_stage_rows(model, calls) if calls else None
     if rows is None:
         return

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -245,12 +246,13 @@ def _scores_under_turned_mask(forced: ForcedStage) -> Tensor:
 
 
 def _mask_after_softmax(evidence: Evidence) -> Variants:
-    """Yield weights of which those of hidden keys are set to 0, so that a row is below 1."""
-    for scope in _scopes(evidence):
+    """Yield weights of which those of hidden keys are 0, so that a row is below 1, or -inf."""
+    repair = "hide keys before the softmax: masked_fill(~mask, -inf)"
+    for scope, number in product(_scopes(evidence), (0.0, -math.inf)):
         model = evidence.replace_stages(SCORES, _show_hidden, scope)
-        model = model.with_stage_function("weights", partial(_drop_hidden, scope))
+        model = model.with_stage_function("weights", partial(_drop_hidden, scope, number))
         details = {} if scope == "all" else {"of": scope}
-        yield Variant(model, {}, "hide keys before the softmax: masked_fill(~mask, -inf)", details)
+        yield Variant(model, {"weight": number} if number else {}, repair, details)
 
 
 def _show_hidden(scope: str, forced: ForcedStage) -> Tensor:
@@ -258,11 +260,11 @@ def _show_hidden(scope: str, forced: ForcedStage) -> Tensor:
     return torch.where(_find_hidden(scope, forced, usual), _score_all_keys(forced), usual)
 
 
-def _drop_hidden(scope: str, forced: ForcedStage) -> Tensor:
+def _drop_hidden(scope: str, number: float, forced: ForcedStage) -> Tensor:
     weights = forced.usual_result()
     if weights.shape[-1] != forced.call.key_positions.shape[1]:  # those of recorded other keys
         return weights
-    return weights.masked_fill(_find_hidden(scope, forced, weights), 0.0)
+    return weights.masked_fill(_find_hidden(scope, forced, weights), number)
 
 
 def _mask_added_as_numbers(evidence: Evidence) -> Variants:
@@ -488,8 +490,9 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
 def _read_windows(evidence: Evidence) -> tuple[int, ...]:
     """Return how far before and after a query a function sees keys, in its longest call."""
     runs = evidence.calls[0].runs
-    single = [call.inputs for call in evidence.calls if not call.earlier]
-    if runs is None or evidence.is_cross_attention or not single:
+    calls = [call for call in evidence.calls if not call.earlier]
+    single = [call.inputs for call in calls if call.inputs.source is None]
+    if runs is None or not single:
         return ()
     x = max((inputs.x for inputs in single), key=lambda x: x.shape[1])
     try:

@@ -65,7 +65,7 @@ def _qk_norm_weight_offset(evidence: Evidence) -> Variants:
             yield Variant(model, {"offset": offset}, f"multiply by {right}, w the stored weight")
 
 
-LARGEST_EPS = 1e-2
+EPS_STARTS = (0.0, 1e-2, 0.1, 1.0)  # of a fit: outputs are about linear in a small one
 LOAD_NORMS = "load the weights and the biases of the norms of q and k"
 
 
@@ -79,7 +79,7 @@ def _qk_norm_eps(evidence: Evidence) -> Variants:
         model = evidence.model.with_settings(qk_norm=replace(norm, eps=max(eps, 0.0)))
         return Variant(model, {"eps": eps}, f"eps={right:g} in place of {eps:.3g}")
 
-    yield Family(make, (0.0, LARGEST_EPS))  # outputs are about linear in it
+    yield Family(make, EPS_STARTS)
 
 
 def _norm_weights_missing(evidence: Evidence) -> Variants:
@@ -277,7 +277,7 @@ def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Itera
         if has_residual and evidence.model.weights["wo"].shape[2] != embed_dim:
             continue
         words = f"{kind} of the output{' and the residual' if has_residual else ''}"
-        output = _add_residual if has_residual else ForcedStage.usual_result
+        output = partial(_add_residual, 1.0) if has_residual else ForcedStage.usual_result
         model = evidence.replace_stages(OUTPUT, lambda of, x: norm(of(x)), output)
         yield Variant(model, {"norm": words}, repair)
         if (fit := _fit_norm_weights(evidence, model)) is not None:
@@ -317,11 +317,18 @@ def _project_normed_input(norm: Norm, of: str, forced: ForcedStage) -> Tensor:
     return project_heads(forced.with_inputs(x=x, source=source))
 
 
-def _add_residual(forced: ForcedStage) -> Tensor:
-    return forced.usual_result() + forced.call.inputs.x
+def _add_residual(factor: float, forced: ForcedStage) -> Tensor:
+    return forced.usual_result() + factor * forced.call.inputs.x
 
 
 def _residual_inside(evidence: Evidence) -> Variants:
     if evidence.model.weights["wo"].shape[2] == evidence.model.weights["wq"].shape[2]:
-        model = evidence.replace_stages(OUTPUT, _add_residual)
-        yield Variant(model, {}, "compare without the residual: a(x) - x")
+
+        def make(factor: float) -> Variant:
+            model = evidence.replace_stages(OUTPUT, _add_residual, factor)
+            times = "" if factor == 1.0 else f"{factor:.6g} * "
+            repair = f"compare without the residual: a(x) - {times}x"
+            return Variant(model, {"times": factor} if times else {}, repair)
+
+        yield make(1.0)
+        yield Family(make, (-1.0, 0.5, 2.0, 8.0))

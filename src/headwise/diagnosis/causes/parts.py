@@ -57,6 +57,9 @@ def limit(cause: Cause, variants: Variants, evidence: Evidence) -> Variants:
     known = read_parted_heads(evidence)
     every = tuple(range(evidence.model.settings.num_heads))
     for each in variants:
+        if isinstance(each, Variant) and each.heads is not None:  # which says them itself
+            yield each
+            continue
         for role in roles if not _states_role(each) else ("",):
             if role and cause is not catalogue.ROTARY_SOME_HEADS:
                 yield from _limit_variant(each, evidence, role, None)
@@ -94,7 +97,10 @@ def _make_part(
         parameters = {"role": role, **parameters}
     if role == "k" and heads and settings.group > 1:
         parameters["kv heads"] = _kv_heads(settings.group, heads)
-    return replace(variant, model=model, parameters=parameters, heads=heads)
+    details = {**variant.details}
+    if heads and "rotated" in details:  # the others are
+        details["rotated"] = tuple(n for n in range(settings.num_heads) if n not in heads)
+    return replace(variant, model=model, parameters=parameters, details=details, heads=heads)
 
 
 def _kv_heads(group: int, heads: Sequence[int]) -> tuple[int, ...]:

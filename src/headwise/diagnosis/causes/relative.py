@@ -72,17 +72,21 @@ def _list_buckets(rule: BucketRule) -> Iterator[tuple[dict[str, int], Buckets]]:
     count, most, both = rule.buckets, rule.max_distance, bool(rule.bidirectional)
     assert isinstance(count, int)
     assert isinstance(most, int)
-    other = count_unshared_distances(count, bidirectional=not both)
-    if 0 < other < most:
-        yield {"bidirectional": not both}, _buckets_of_rule(replace(rule, bidirectional=not both))
-    one_side = count // 2 if both else count
-    for exact in range(1, min(one_side + 1, most)):
-        yield {"max_exact": exact}, _buckets_of_rule(rule, exact)
-    near = count_unshared_distances(count, bidirectional=both)
-    for distance in MAX_DISTANCES:
-        if distance > near:
-            changed = replace(rule, max_distance=distance)
-            yield {"max_distance": distance}, _buckets_of_rule(changed)
+    for is_two_sided in (both, not both):
+        words = {} if is_two_sided == both else {"bidirectional": is_two_sided}
+        turned = replace(rule, bidirectional=is_two_sided)
+        for fewer in (count, *(2**n for n in range(1, count.bit_length()) if 2**n < count)):
+            near = count_unshared_distances(fewer, bidirectional=is_two_sided)
+            if 0 < near < most:
+                number = {} if fewer == count else {"buckets": fewer}
+                yield {**words, **number}, _buckets_of_rule(replace(turned, buckets=fewer))
+        for exact in range(1, min((count // 2 if is_two_sided else count) + 1, most)):
+            yield {**words, "max_exact": exact}, _buckets_of_rule(turned, exact)
+        near = count_unshared_distances(count, bidirectional=is_two_sided)
+        for distance in MAX_DISTANCES:
+            if distance > near:
+                changed = replace(turned, max_distance=distance)
+                yield {**words, "max_distance": distance}, _buckets_of_rule(changed)
 
 
 def _relative_bias_reversed(evidence: Evidence) -> Variants:
@@ -93,6 +97,8 @@ def _relative_bias_reversed(evidence: Evidence) -> Variants:
         repair = "relative_position = key_position[None, :] - query_position[:, None]"
         model = _bias_otherwise(evidence, bias)
         yield Variant(model, {"distance": "query less key"}, repair)
+        model = evidence.model.with_weights(distances=evidence.model.weights["distances"].flip(1))
+        yield Variant(model, {"heads": "in reverse order"}, "table.flip(1), (buckets, heads)")
 
 
 def _relative_bias_reshaped(evidence: Evidence) -> Variants:

@@ -62,7 +62,7 @@ def _rotary_theta(evidence: Evidence, rotary: RotaryRule) -> Variants:
 
 
 PAIRINGS: tuple[Pairing, ...] = ("half-split", "interleaved")
-THETAS = (1e3, 1e4, 1e5, 1e6)  # from which the fit of a base starts
+THETAS = tuple(10.0 ** (n / 2) for n in range(6, 17))  # from which the fit of a base starts
 
 
 def _rotary_missing(evidence: Evidence) -> Variants:
@@ -307,7 +307,13 @@ def _turn_values(forced: ForcedStage) -> Tensor:
 @_of_rotation
 def _rotary_some_heads(evidence: Evidence, _: RotaryRule) -> Variants:
     if evidence.shows_outputs_alone:
-        yield from _rotary_missing(evidence) if evidence.is_limited else ()
+        still = tuple(range(1, evidence.model.settings.num_heads))
+        model = evidence.replace_stages(ROTATED, _undo_rotation_of_heads, slice(1, None))
+        first = {"rotated": (0,), "rotated kv heads": (0,)}  # by code that takes [:, :1] of both
+        yield Variant(model, {}, "rotate every head", first, heads=still)
+        if evidence.is_limited:
+            bare, none = evidence.model.with_settings(rotary=None), dict[str, object](rotated=())
+            yield Variant(bare, {}, "rotate every head", none)
         return
     model, heads = evidence.model, {}
     for stage in ROTATED:
@@ -323,7 +329,7 @@ def _rotary_some_heads(evidence: Evidence, _: RotaryRule) -> Variants:
     yield Variant(model, rotated, "rotate every head", details)
 
 
-def _undo_rotation_of_heads(heads: list[int], forced: ForcedStage) -> Tensor:
+def _undo_rotation_of_heads(heads: list[int] | slice, forced: ForcedStage) -> Tensor:
     x, bare = forced.usual_result().clone(), forced[f"{forced.stage[0]} after norm"]
     x[:, heads] = bare[:, heads]
     return x

@@ -5,6 +5,7 @@ The scale, the softcap and the bias by distance; the axis, the dtype and the sin
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import SCORES, WEIGHTS
+from headwise.diagnosis.causes.decoding import change_later_calls
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
 from headwise.diagnosis.causes.parts import fit_by_head
 from headwise.diagnosis.moves.move import find_factor_formula, format_dtype, list_formulas
+from headwise.diagnosis.outputs.solving import solve, with_constant
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, scale_products
+from headwise.errors import OptionError
 from headwise.function.distance import slopes_of
 from headwise.function.spec import Softcap
 from headwise.layers.distance import alibi_slopes
@@ -35,8 +39,17 @@ def _scale(evidence: Evidence) -> Variants:
         repair = f"scale={right:.12g} in place of {scale:.6g}"
         return Variant(model, {"scale": scale}, repair, {"form": form} if form else {})
 
+    starts = tuple(right * 4.0**n for n in range(-4, 5))
     forms = tuple(list_formulas(head_dim, width).values())
-    yield Family(make, tuple(right * 4.0**n for n in range(-4, 5)), is_log=True, forms=forms)
+    yield Family(make, starts, is_log=True, forms=forms)
+
+    def make_later(scale: float) -> Variant:
+        changed = make(scale)
+        model = change_later_calls(evidence, SCORES, partial(replace, model=changed.model))
+        return replace(changed, model=model, parameters={"scale": scale, "calls": "with a cache"})
+
+    if evidence.has_later_calls:
+        yield Family(make_later, starts, is_log=True, forms=forms)
 
 
 def _scale_twice(evidence: Evidence) -> Variants:
@@ -58,8 +71,8 @@ def _temperature_by_length(evidence: Evidence) -> Variants:
 
     yield make("keys", -0.5, "1 / sqrt(keys)")
     yield make("keys alone", right, "1 / sqrt(keys) in place of the scale")
-    logarithm = "log(keys) times {:.6g}"
-    yield Family(lambda x: make("log keys", x, logarithm), (0.05, 1.0), is_log=True)
+    for kind, logarithm in (("log keys", "log(keys) times {:.6g}"), ("over", "{:.6g} / log(keys)")):
+        yield Family(partial(make, kind, text=logarithm), (0.05, 1.0), is_log=True)
     longest = max(call.key_positions.shape[1] for call in evidence.calls)
     by_position = "log(position) / log({:g}), from there on"
     for base in range(2, longest):
@@ -102,6 +115,8 @@ def _grow_queries(kind: str, number: float, forced: ForcedStage) -> Tensor:
         factor = keys**-0.5 / number
     elif kind == "log keys":
         factor = number * math.log(keys)
+    elif kind == "over":
+        factor = number / math.log(max(keys, 2))  # one key has all the weight, whatever it is
     elif kind == "log position":
         factor = (places.double().log() / math.log(number)).clamp_min(1.0)
     else:
@@ -303,6 +318,9 @@ def _sinks(evidence: Evidence) -> Variants:
     repair = "load the sinks: one logit for each head, in the denominator alone"
     if sink is not None:
         yield Variant(evidence.model.with_weights(sink=None), {"sinks": "none"}, repair)
+    elif evidence.shows_outputs_alone and _loses_weight(evidence):
+        zero = evidence.model.with_weights(sink=torch.zeros(evidence.model.settings.num_heads))
+        yield Variant(zero, {"sinks": 0.0}, "leave out the key of zeros", is_step=True)
     stated = _infer_sink_logits(evidence)
     if evidence.shows_outputs_alone:
         heads = evidence.model.weights["wq"].shape[0]
@@ -314,12 +332,25 @@ def _sinks(evidence: Evidence) -> Variants:
         yield Variant(model, {"sinks": [round(float(logit), 6) for logit in stated]}, repair)
 
 
+def _loses_weight(evidence: Evidence) -> bool:
+    """True if one token has not all the weight: outputs are no linear function of it."""
+    runs, crosses = evidence.calls[0].runs, evidence.is_cross_attention
+    if runs is None:
+        return False
+    with suppress(OptionError):  # of a function that fails on one token
+        call = runs.single_call(evidence.model, crosses=crosses)
+        solution = solve(with_constant(call.inputs.key_source[:, 0]), call.stages["output"][:, -1])
+        return solution is not None and solution.residual > STILL
+    return False
+
+
 def _infer_sink_logits(evidence: Evidence) -> Tensor | None:
     """Return a logit for each head: exp(sink) = sum of exp(scores) * (1 / sum of weights - 1)."""
     logits = []
     for call in evidence.calls:
-        scores, weights = call.stages.get("scores"), call.stages.get("weights")
-        if scores is None or weights is None or scores.shape != weights.shape:
+        weights, scores = call.stages.get("weights"), evidence.model.predict_stage("scores", call)
+        scores = call.stages.get("scores", scores)
+        if weights is None or scores.shape != weights.shape:
             return None
         rest = 1 / weights.sum(-1) - 1
         logits.append((scores.logsumexp(-1) + rest.log()).transpose(0, 1).flatten(1))

@@ -16,7 +16,7 @@ from headwise.diagnosis.moves import find
 from headwise.diagnosis.moves.maps import MapName, Rows
 from headwise.diagnosis.moves.move import ROUNDED, cast_and_back, format_dtype
 from headwise.diagnosis.simulation import gaps, merging
-from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 
 
 def _q_and_k_exchanged(evidence: Evidence) -> Variants:
@@ -346,13 +346,28 @@ def _output_projection_missing(evidence: Evidence) -> Variants:
 
 
 def _sign(evidence: Evidence) -> Variants:
-    """Yield moves, and a gate that is 1 less its sigmoid: the sigmoid of -gate_proj(x)."""
+    """Yield moves, negated scores, and a gate that is 1 less its sigmoid: that of -gate_proj(x)."""
     yield from evidence.search_moves(catalogue.SIGN)
+    settings = evidence.model.settings
+    hides = evidence.has_masks or settings.causal or settings.sides is not None
+    for number in (LARGE, torch.inf) if hides else ():
+        model = evidence.replace_stages(catalogue.SCORES, _negate_scores, number)
+        parameters = {"of": "the scores, after keys are hidden"}
+        repair = "hide keys after the scores have their sign: scores.masked_fill(~mask, -inf)"
+        yield Variant(model, parameters, repair, {"hidden keys": number})
     gate = {name: evidence.model.weights.get(name) for name in ("wg", "bg")}
     if gate["wg"] is not None:
         closed = {name: None if x is None else -x for name, x in gate.items()}
         repair = "multiply by torch.sigmoid(gate_proj(x)), not by 1 less that"
         yield Variant(evidence.model.with_weights(**closed), {"of": "the gate"}, repair)
+
+
+LARGE = 1e9  # what code hides keys by, with the other sign
+
+
+def _negate_scores(number: float, forced: ForcedStage) -> Tensor:
+    usual = forced.usual_result()
+    return (-usual).masked_fill(usual == -torch.inf, number)
 
 
 def _module_bypassed(evidence: Evidence) -> Variants:

@@ -60,9 +60,7 @@ class _Search:
         }
 
     def yield_moves(self) -> Iterator[Moves]:
-        single = self.runs.random_call(
-            self.model, self._count_single_tokens(), 1, crosses=self.crosses
-        )
+        single = self.runs.single_call(self.model, crosses=self.crosses)
         pair = self.runs.random_call(self.model, FEWEST, 2, crosses=self.crosses)
         has_sink, model = "sink" in self.model.weights, self.model
         if not agrees(model, single, self.runs.tolerance):
@@ -85,9 +83,6 @@ class _Search:
         if not fitting:
             yield from ((move,) for move in self._list_near_moves(pair))
         yield from self._name_reads(self._read_scores())
-
-    def _count_single_tokens(self) -> int:
-        return 2 * max(self.model.weights[name].shape[2] for name in ("wq", "wk")) + 10
 
     # ---- moves that are tried --------------------------------------------------------------------
 

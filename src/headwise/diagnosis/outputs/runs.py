@@ -109,6 +109,11 @@ class Runs:
         call: RecordedCall = self.remember((batch, tokens, crosses), make)
         return call
 
+    def single_call(self, model: AttentionModel, *, crosses: bool) -> RecordedCall:
+        """Return a call of sequences of one token, twice as many as it has channels."""
+        width = max(model.weights[name].shape[2] for name in ("wq", "wk"))
+        return self.random_call(model, 2 * width + 10, 1, crosses=crosses)
+
 
 def draw_tokens(shape: tuple[int, ...], seed: int) -> Tensor:
     """Return normal numbers of float32, as float64."""

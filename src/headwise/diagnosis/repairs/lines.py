@@ -416,6 +416,7 @@ PLACE_OF: Mapping[Cause, LinePlace] = {
     catalogue.WINDOW_SIDE: MASK,
     catalogue.MASK_ALONG_QUERIES: MASK,
     catalogue.MASK_AFTER_SOFTMAX: MASK_AND_SOFTMAX,
+    catalogue.SIGN: MASK_AND_SOFTMAX,
     catalogue.FINITE_FOR_INF: MASK,
     catalogue.EVICTED_KEYS: CACHE,
     catalogue.CACHED_VALUES_LOST: CACHE,
@@ -478,24 +479,26 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
         rows = _write_pairs(before, variant.model)
     if rows:
         return Repair(translate(rows, code.language), ON_WEIGHTS.words)
-    if place is None:
+    weights = variant.model.weights.items()
+    is_moved = any(x is not before.weights.get(name) for name, x in weights)  # a gate, by no line
+    if place in (None, ON_WEIGHTS) or (is_moved and place is MASK_AND_SOFTMAX):
         return None
     place = MASK_AND_SOFTMAX if place is MASK and code.has_empty_rows else place
     stated = variant.parameters.get("roles", "qkv")
     lines, words = [*place.write(code, stated if place is PROJECTIONS else "qk")], place.words
-    if "scale" in variant.parameters:
+    if "scale" in variant.parameters and "calls" not in variant.parameters:
         lines = [*_write_scale(code, variant.parameters["scale"], named.heads)]
         words = "before scores are capped, biased or masked"
     if named_weights := dict.fromkeys(re.findall(r"\b[wb][qkvog]\b", " ".join(lines))):
-        weights = ", ".join(named_weights)
-        lines.append(f"# {weights}: of the right layer, as torch.nn.Linear stores them")
+        listed = ", ".join(named_weights)
+        lines.append(f"# {listed}: of the right layer, as torch.nn.Linear stores them")
     return Repair(translate(tuple(lines), code.language), words) if lines else None
 
 
 def write_weights(named: NamedCause, before: AttentionModel) -> tuple[str, ...]:
     """Return the lines on weights that repair a cause of weights; () where none do."""
     place, weights = PLACE_OF.get(named.cause), named.variant.model.weights
-    if named.cause in WORDS_ALONE or place not in (None, GROUPS, ON_WEIGHTS):
+    if named.cause in WORDS_ALONE or place not in (None, GROUPS, ON_WEIGHTS, MASK_AND_SOFTMAX):
         return ()
     write = write_norm_lines if place is ON_WEIGHTS else write_row_lines
     return write(weights, before.weights)

@@ -85,6 +85,11 @@ class Inputs:
         return replace(self, x=change(self.x), source=source)
 
 
+def has_masks_of_heads(inputs: Inputs) -> bool:
+    """True if heads have masks of their own."""
+    return inputs.mask is not None and inputs.mask.shape[1] > 1
+
+
 def cut_mask(mask: Any, start: int, end: int) -> Any:
     """Return the part of a mask, a tensor or an array, that is that of one of several calls."""
     rows = mask[..., start:end, :] if mask.shape[-2] > 1 else mask

@@ -29,6 +29,7 @@ from headwise.diagnosis.subjects.parts import Parts
 from headwise.diagnosis.subjects.subject import Subject, differentiate
 from headwise.errors import OptionError
 from headwise.function.rounding import is_coarser
+from headwise.support.private_torch import DispatchMode
 
 # An error of a model. headwise's own code runs beside it, so others are left as they are.
 FAILURES = (
@@ -69,6 +70,7 @@ class BlackBox(Subject):
         form: of its inputs; None before its first call.
         lengths: of its inputs, in words; "" for any.
         reads_one_row: True if of a mask it reads the row of the first query alone.
+        reads_one_head: True if of a mask it takes that of the first head by its number.
         misfit: the error on inputs of the usual form and length; "" where they run.
         is_random: True if a second run had another output, which is then no error any more.
     """
@@ -85,7 +87,7 @@ class BlackBox(Subject):
         required = read_required(function)
         self.needs_mask, self.needs_source = "mask" in required, "source" in required
         self.squeezes_masks = False  # to (batch, keys), or (queries, keys)
-        self.reads_one_row = False
+        self.reads_one_row = self.reads_one_head = False
         self.form: Form | None = None
         self.lengths = self.misfit = ""
         self.parts: Parts | None = None  # whose outputs are stages
@@ -98,7 +100,7 @@ class BlackBox(Subject):
 
         Raises:
             OptionError: the function fails, returns no tensor, has another output in a second run,
-                returns NaN alone, or changes its input.
+                returns NaN alone without a mask, or changes its input.
         """
         first = self._call_function(inputs)
         # A slow function runs twice on the first input alone.
@@ -114,14 +116,16 @@ class BlackBox(Subject):
                 needed="an output of (batch, queries, out_dim)",
                 do="compare(lambda x: layer(x)[1], ...) selects another output of a tuple",
             )
-        if not first.isfinite().any():
+        is_finite, is_hidden = bool(first.isfinite().any()), inputs.mask is not None
+        if not is_finite and not (is_hidden and self._first):  # else the mask alone makes it NaN
             raise OptionError(
                 saw=f"{first.numel()} outputs of {self.kind}, which are all NaN or infinite",
                 needed="a finite output at one token at least",
                 do="look at its weights for numbers that are not finite, and at its masks",
             )
-        held = _narrowest_dtype(first)
-        self.dtype = held if self._first is None or is_coarser(self.dtype, held) else self.dtype
+        if is_finite:
+            held = _narrowest_dtype(first)
+            self.dtype = held if self._first is None or is_coarser(self.dtype, held) else self.dtype
         self._first = self._first or (inputs, first)
         return first
 
@@ -166,6 +170,27 @@ class BlackBox(Subject):
             )
             depends = [not torch.equal(usual, each) for each in changed]
             self.reads_one_row = depends == [True, False]
+
+    @torch.no_grad()
+    def takes_heads(self, inputs: Inputs) -> bool:
+        """True if it runs under a mask for each head, (batch, heads, queries, keys).
+
+        Code that takes the mask of the first head by its number, ``mask[:, 0]``, takes none. Code
+        that keeps the axis, ``mask[:, :1]``, repeats this mask for all heads.
+        """
+        mask = inputs.mask
+        if mask is None or self.squeezes_masks or self.reads_one_row:
+            return False
+        try:
+            with _HeadChoice(mask) as choice:
+                whole, first = (
+                    self._call_function(replace(inputs, mask=each)) for each in (mask, mask[:, :1])
+                )
+        except OptionError:
+            return False
+        is_chosen = choice.is_made or self.takes_arrays  # of which no operator is seen
+        self.reads_one_head = is_chosen and torch.equal(whole, first)
+        return whole.shape == first.shape and not self.reads_one_head
 
     def _find_misfit(self, form: Form, inputs: Inputs) -> str:
         """Return the error on inputs in a form; "" for none."""
@@ -256,10 +281,12 @@ class BlackBox(Subject):
     def limits(self) -> tuple[str, ...]:
         """A sentence on the inputs that it takes, where these are not the usual ones."""
         words = "compared under masks of padding alone: it reads the row of the first query"
-        rows = (words,) if self.reads_one_row else ()
+        rows = [words] if self.reads_one_row else []
+        words = "compared under masks that all heads share: it reads the mask of the first head"
+        rows += [words] if self.reads_one_head else []
         layout = "" if self.form is None else str(self.form)
         if not (layout or self.lengths):
-            return rows
+            return tuple(rows)
         taken = layout or f"sequences {self.lengths}"
         taken += f", {self.lengths}" if layout and self.lengths else ""
         return (f"compared with {taken}: {self.misfit}", *rows)
@@ -387,6 +414,23 @@ class BlackBox(Subject):
         if self.needs_source:
             named.setdefault("source", x)
         return self.function(x, *(x for _ in self.keys), **named)
+
+
+class _HeadChoice(DispatchMode):  # type: ignore[misc]
+    """Mode that notes if a head of a mask is taken by its number, which drops the axis."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.shape, self.is_made = mask.shape[1:], False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        del types
+        if str(func) == "aten.select.int":
+            self.is_made |= args[0].shape[args[1] :] == self.shape
+        return func(*args, **(kwargs or {}))
 
 
 def _describe_change(before: Tensor, now: Tensor) -> str:
