@@ -96,7 +96,8 @@ class Comparison:
         if not explained.outputs_agree:
             causes, left = explained.search
             if left.cells_beyond_rounding or len(causes) > 1:
-                explained = self._explain_with_roles_swapped(calls, explained) or explained
+                swapped = self._explain_with_roles_swapped(calls, explained)
+                explained = swapped or self._explain_by_outputs(explained) or explained
         verdict, blind, hidden = self._judge(explained, calls)
         comparison = explained.report(
             kinds=(self.first.kind, self.second.kind),
@@ -228,7 +229,7 @@ class Comparison:
         """Return what a function takes, and what is known of it where no cause explains it."""
         function, sizes = self.doubtful, self.known.input_widths
         if not isinstance(function, BlackBox) or sizes is None:
-            return ()
+            return (*self.first.limits, *self.second.limits)
         if verdict is not Verdict.UNKNOWN or watch.current().stopped:
             return function.limits
         parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
@@ -317,6 +318,15 @@ class Comparison:
             return None
         is_worse = len(other.search.causes) >= len(forward.search.causes)
         return None if is_worse and not forward.search.left.cells_beyond_rounding else other
+
+    def _explain_by_outputs(self, explained: search.ExplainedCalls) -> search.ExplainedCalls | None:
+        """Return what explains the outputs alone, where the stages beside them have no cause."""
+        runs = self.doubtful.runs
+        shows_more = any({*call.stages} != {"output"} for call in explained.calls)
+        if runs is None or not shows_more or not explained.search.left.cells_beyond_rounding:
+            return None
+        other = explained.with_outputs_alone(runs)
+        return None if other.search.left.cells_beyond_rounding else other
 
     def diagnosis_with_gradients(self) -> Diagnosis:
         """Return the diagnosis; where outputs agree, gradients must agree as well.
