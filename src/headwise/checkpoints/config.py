@@ -527,12 +527,11 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
                 do="pass rotary=Rotary(...) with the same frequencies",
             )
         scaling = _SCALINGS[kind](rotary, fields)
-    return replace(
-        rule,
-        theta=theta or fields.number("rotary_emb_base") or 10_000.0,
-        width=counts.get("rotary_width", read_head_dim(fields, counts)),
-        scaling=scaling,
-    )
+    theta = theta or fields.number("rotary_emb_base") or 10_000.0
+    width = counts.get("rotary_width", read_head_dim(fields, counts))
+    if width and width % 2 and scaling is None:  # transformers turns a whole pair for the last
+        theta, width = theta ** ((width + 1) / width), width + 1
+    return replace(rule, theta=theta, width=width, scaling=scaling)
 
 
 def rotary_scaling_kind(rotary: ConfigFields) -> str | None:

@@ -342,7 +342,9 @@ def _record_layers_on_tape(
             or (call := read_known_call(site, data.model)) is None
         ):
             return None
-        window = None if site.is_cross else data.window
+        window, mask = None if site.is_cross else data.window, call.inputs.mask
+        if mask is not None and torch.equal(mask, mask[:, :1].expand_as(mask)):
+            call = replace(call, inputs=replace(call.inputs, mask=mask[:, :1]))
         layers.append(LayerRun(site.module, call, data.model, window=window))
     return layers, list_output_tensors(output)
 
