@@ -268,12 +268,18 @@ def _read_counts(fields: ConfigFields) -> Sizes:
     inner = fields.section("attn_config") or ConfigFields({})
     counts["kv_heads"] = inner.count("kv_n_heads", most=_MAX_HEADS) or counts["kv_heads"]
     sizes = {size: count for size, count in counts.items() if count is not None}
+    width = _read_share_of_head(fields, sizes)
+    if width is not None and "rotary_width" not in sizes:
+        sizes["rotary_width"] = width + width % 2  # transformers turns whole pairs
+    return sizes
+
+
+def _read_share_of_head(fields: ConfigFields, sizes: Sizes) -> int | None:
+    """Return the width of a rotation of a share of each head; None where no share is stated."""
     head_dim, rotation = read_head_dim(fields, sizes), rotary_section_of_layer(fields, 0)
     shares = (fields.number(n) if n in fields else rotation.number(n) for n in _SHARES)
     share = next((share for share in shares if share is not None and 0 < share <= 1), None)
-    if share is not None and head_dim and "rotary_width" not in sizes:
-        sizes["rotary_width"] = int(head_dim * share)
-    return sizes
+    return int(head_dim * share) if share is not None and head_dim else None
 
 
 def _read_first_count(fields: ConfigFields, names: Iterable[str]) -> int | None:
@@ -529,8 +535,9 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
         scaling = _SCALINGS[kind](rotary, fields)
     theta = theta or fields.number("rotary_emb_base") or 10_000.0
     width = counts.get("rotary_width", read_head_dim(fields, counts))
-    if width and width % 2 and scaling is None:  # transformers turns a whole pair for the last
-        theta, width = theta ** ((width + 1) / width), width + 1
+    exponent = _read_share_of_head(fields, counts)  # the last of an odd number turns in a pair too
+    if width and exponent and width == exponent + 1 and scaling is None:
+        theta = theta ** (width / exponent)
     return replace(rule, theta=theta, width=width, scaling=scaling)
 
 

@@ -64,7 +64,7 @@ class Comparison:
                 saw=f"a {first.kind} and a {second.kind}, whose weights and settings headwise "
                 "cannot read",
                 needed="on one side, a class with a layout in the catalogue: headwise layouts",
-                do="compare their outputs: compare(lambda x: a(x)[0], lambda x: b(x)[0], x)",
+                do="build the layer that one of them should be: headwise.Attention(...)",
             )
         self.failed: list[str] = []  # inputs on which the doubtful one failed, in words
         self.known_calls, self.known_names = _record(self.known, filter(self._is_known, probes))

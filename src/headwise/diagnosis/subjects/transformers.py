@@ -19,6 +19,7 @@ from headwise.diagnosis.simulation.model import (
     RecordedCall,
     key_query_distances,
 )
+from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.layers import (
     ModuleData,
     read_attention_modules,
@@ -121,6 +122,23 @@ class TransformersSubject(ModuleSubject):
             return None
         window = None if alone.window is None else (alone.window - 1, None)
         return self._data.model.with_settings(causal=alone.is_causal, window=window)
+
+    @property
+    def input_widths(self) -> tuple[int, int] | None:
+        """Widths of ``x`` and of the source; those of its first projection where it has no data."""
+        linear = next((x for x in self.module.modules() if isinstance(x, nn.Linear)), None)
+        if self.model is not None or linear is None:
+            return super().input_widths
+        return linear.in_features, linear.in_features
+
+    @cached_property
+    def function(self) -> BlackBox:
+        """The module as a function of tokens, a source and a mask."""
+
+        def run(x: Tensor, source: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+            return self._run(Inputs(x, source, mask), x.dtype)
+
+        return BlackBox(run, self.kind)
 
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a module in its dtype.
@@ -255,5 +273,5 @@ def _unsupported_module_error(saw: str) -> OptionError:
     return OptionError(
         saw=saw,
         needed="an attention module that takes tokens, a mask and a rotation",
-        do="compare it as a function: compare(lambda x: module(x, ...)[0], b)",
+        do="compare the models that hold the two: compare(model_a, model_b, tokens)",
     )
