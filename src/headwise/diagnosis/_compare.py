@@ -143,9 +143,10 @@ def _compare_as_functions(
     """
     sides = (x.function if isinstance(x, TransformersSubject) else x for x in (first, second))
     a, b = (each for each in sides if isinstance(each, BlackBox))
-    widths = first.input_widths or second.input_widths
-    if inputs is None and widths is not None:
-        [probe, *_] = probes.make_probe_inputs(widths, crosses=False)
+    modules = (x for x in (first, second) if isinstance(x, TransformersSubject))
+    width = next((x.token_width for x in modules), None)
+    if inputs is None and width is not None:
+        [probe, *_] = probes.make_probe_inputs((width, width), crosses=False)
     else:
         [probe, *_] = probes.choose_inputs(a, b, inputs)
     diagnosis = functions.compare_functions(a, b, probe)

@@ -59,18 +59,12 @@ class Comparison:
         self.candidates = candidates
         self.further: Sequence[NamedInputs] = ()  # to be run where a function agrees on all others
         self.doubtful, self.known = (first, second) if second.model else (second, first)
-        if self.known.model is None:
-            raise OptionError(
-                saw=f"a {first.kind} and a {second.kind}, whose weights and settings headwise "
-                "cannot read",
-                needed="on one side, a class with a layout in the catalogue: headwise layouts",
-                do="build the layer that one of them should be: headwise.Attention(...)",
-            )
         self.failed: list[str] = []  # inputs on which the doubtful one failed, in words
         self.known_calls, self.known_names = _record(self.known, filter(self._is_known, probes))
         if isinstance(self.doubtful, recording.Recording):
             self.doubtful.require_shapes_of(self.known_calls[0])
         # A layer's own calls may have causes too, such as hooks of its modules.
+        assert self.known.model is not None
         self.model: AttentionModel = self.known.model
         named = search.search_causes(Evidence.of(self.model, self.known_calls), catalogue.CAUSES)
         self.runs_as_stated = not named.left.cells_beyond_rounding

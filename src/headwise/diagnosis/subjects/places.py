@@ -35,6 +35,7 @@ class Place(NamedTuple):
     call: RecordedCall
     part: str = ""
 
+    @torch.no_grad()
     def run(self, inputs: Inputs) -> Tensor:
         """Return the output for other tokens."""
         args, kwargs = map_leaves(

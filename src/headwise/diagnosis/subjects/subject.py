@@ -30,7 +30,6 @@ FAILURES = (
     ValueError,
     Warning,  # where a filter makes errors of warnings
 )
-AS_GIVEN = "{} ran as it was given, in {}: a copy in float64 has other outputs, or fails"
 
 
 def describe_error(error: Exception) -> str:
@@ -40,7 +39,8 @@ def describe_error(error: Exception) -> str:
 
 def describe_run_as_given(kind: str, dtype: torch.dtype) -> str:
     """Return the sentence on a module of which no copy runs."""
-    return AS_GIVEN.format(kind, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    return f"{kind} ran as it was given, in {name}: a copy in float64 has other outputs, or fails"
 
 
 class Subject(ABC):
@@ -170,7 +170,6 @@ class ModuleSubject(Subject):
         """Further runs, in float64 where a copy computes so."""
         return Runs(lambda inputs: self._run(inputs, inputs.x.dtype), lambda: self.dtype)
 
-    @torch.no_grad()
     def output(self, inputs: Inputs) -> Tensor:
         """Return the output of the module in its dtype."""
         return self._run(inputs, self.dtype)
@@ -188,6 +187,7 @@ class ModuleSubject(Subject):
         """Return the stages of calls with one cache; none where they are not seen."""
         return super().record_calls(inputs)
 
+    @torch.no_grad()
     def _run(self, inputs: Inputs, dtype: torch.dtype) -> Tensor:
         if self._runs_as_given is None:
             self._runs_as_given = not self._do_copies_agree(inputs)

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property, partial
-from types import ModuleType
 from typing import Any, TypeGuard
 
 import torch
@@ -40,29 +39,26 @@ def is_transformers_attention(value: object) -> TypeGuard[nn.Module]:
     return (
         isinstance(value, nn.Module)
         and not hasattr(value, "get_input_embeddings")
-        and _class_of_transformers(value) is not None
+        and _class_in_transformers(value) is not nn.Module
         and _find_attribute_in_submodules(value, "config") is not None
     )
 
 
-def _class_of_transformers(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class of transformers that a module has or derives from; None for none."""
+def _class_in_transformers(module: nn.Module) -> type[nn.Module]:
+    """Return the class of transformers that a module has or derives from; nn.Module for none.
+
+    Its model calls a module by the arguments of this class, whatever its ``forward`` is now.
+    """
     places = (each for each in type(module).__mro__ if each.__module__.startswith(FILES))
-    return next(places, None)
-
-
-def _file_of(module: nn.Module) -> ModuleType:
-    """Return the file of transformers that an attention module comes from."""
-    made = _class_of_transformers(module)
-    assert made is not None
-    return sys.modules[made.__module__]
+    return next(places, nn.Module)
 
 
 def _arguments_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return the arguments by which its model calls a module, whatever its ``forward`` is now."""
-    made = _class_of_transformers(module)
-    assert made is not None
-    return inspect.signature(made.forward).parameters
+    return inspect.signature(_class_in_transformers(module).forward).parameters
+
+
+def _names_in_file_of(module: nn.Module) -> Mapping[str, Any]:
+    return vars(sys.modules[_class_in_transformers(module).__module__])
 
 
 def _find_attribute_in_submodules(module: nn.Module, name: str) -> Any:
@@ -85,7 +81,7 @@ def is_causal_in_its_model(module: nn.Module) -> bool:
     stated = _find_attribute_in_submodules(module, "is_causal")
     if stated is not None:
         return bool(stated)
-    made = vars(_file_of(module))
+    made = _names_in_file_of(module)
     return "create_causal_mask" in made and "create_bidirectional_mask" not in made
 
 
@@ -124,12 +120,10 @@ class TransformersSubject(ModuleSubject):
         return self._data.model.with_settings(causal=alone.is_causal, window=window)
 
     @property
-    def input_widths(self) -> tuple[int, int] | None:
-        """Widths of ``x`` and of the source; those of its first projection where it has no data."""
-        linear = next((x for x in self.module.modules() if isinstance(x, nn.Linear)), None)
-        if self.model is not None or linear is None:
-            return super().input_widths
-        return linear.in_features, linear.in_features
+    def token_width(self) -> int | None:
+        """The width that its first projection takes, also where it has no data."""
+        linear = (part for part in self.module.modules() if isinstance(part, nn.Linear))
+        return next((part.in_features for part in linear), None)
 
     @cached_property
     def function(self) -> BlackBox:
@@ -193,10 +187,8 @@ class _OneModuleModel(nn.Module):
             calls.append(RecordedCall(given, {}, earlier=tuple(calls)))
             outputs.append(self._call(calls[-1], dtype, cache))
         if not cache.get_seq_length(self.number):
-            [module] = self.layers.values()
-            raise _unsupported_module_error(
-                f"{type(module).__name__}, whose forward leaves its cache empty"
-            )
+            [name] = {type(module).__name__ for module in self.layers.values()}
+            raise _unsupported_module_error(f"{name}, whose forward leaves its cache empty")
         return torch.cat(outputs, 1)
 
     def _make_cache(self, inputs: Inputs) -> Any:
@@ -256,7 +248,7 @@ class _OneModuleModel(nn.Module):
 
     def _compute_rotation(self, module: nn.Module, x: Tensor, call: RecordedCall) -> Any:
         """Return cos and sin, by the class in the module's file that computes them."""
-        classes = vars(_file_of(module)).items()
+        classes = _names_in_file_of(module).items()
         rotary = next((c for name, c in classes if name.endswith("RotaryEmbedding")), None)
         if rotary is None:
             raise _unsupported_module_error(
