@@ -22,7 +22,7 @@ import headwise
 from benchmarks.field.check_models import KINDS, ModelCase, build_peer, read_model_cases
 from benchmarks.field.score import interval
 from headwise.diagnosis.comparison import LayerComparison, ModelComparison
-from headwise.diagnosis.subjects.function import FAILURES, describe_error
+from headwise.diagnosis.subjects.subject import FAILURES, describe_error
 from headwise.errors import HeadwiseError
 from headwise.function.stages import STAGES
 

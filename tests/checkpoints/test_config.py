@@ -16,10 +16,11 @@ from headwise.checkpoints.config import (
     layout_name,
     read_config,
     read_stated_counts,
+    resolve,
     rotary_section_of_layer,
 )
 from headwise.errors import OptionError
-from headwise.layouts.registry import layouts_by_name
+from headwise.layouts.registry import layout, layouts_by_name
 
 FALCONS = [
     ({"new_decoder_architecture": True, "num_kv_heads": 8, "multi_query": True}, "falcon-40b"),
@@ -74,6 +75,7 @@ def test_a_model_of_text_and_pictures_is_in_the_layout_of_its_text() -> None:
             {"n_head": 12, "hidden_size": 120, "rotary_pct": 0.4},
             {"heads": 12, "rotary_width": 4},
         ),
+        ({"head_dim": 12, "partial_rotary_factor": 0.25}, {"head_dim": 12, "rotary_width": 4}),
         (
             {"n_head": 12, "hidden_size": 96, "head_dim": 10, "partial_rotary_factor": 1.0},
             {"heads": 12, "head_dim": 10, "rotary_width": 10},
@@ -86,6 +88,15 @@ def test_a_model_of_text_and_pictures_is_in_the_layout_of_its_text() -> None:
 )
 def test_counts(said: dict[str, Any], counts: dict[str, int]) -> None:
     assert read_stated_counts(said) == counts
+
+
+def test_a_rotation_of_an_odd_share_of_the_head_turns_whole_pairs() -> None:
+    said = {"head_dim": 12, "partial_rotary_factor": 0.25, "rope_theta": 1e4}
+    rotation = resolve(layout("phi").function, said, layer=0).rotation
+    assert rotation is not None
+    assert rotation.width == 4
+    # The frequencies of transformers are powers of theta by thirds, those of four by halves.
+    assert rotation.theta ** (-2 / 4) == pytest.approx(1e4 ** (-2 / 3))
 
 
 def test_each_layer_rotates_as_its_kind_does() -> None:

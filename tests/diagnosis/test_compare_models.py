@@ -297,10 +297,10 @@ def test_a_softcap_that_no_score_reaches_is_inconclusive() -> None:
     assert compare(ported, good).verdict in (Verdict.DIFFERENT, Verdict.UNKNOWN)
 
 
-def test_a_module_that_fails_alone_is_refused() -> None:
-    module = GPTJModel(GPTJConfig(vocab_size=97, n_embd=48, n_layer=1, n_head=6, rotary_dim=4))
-    with pytest.raises(OptionError, match=r"GPTJAttention, which fails on tokens, attention_mask"):
-        compare(copy.deepcopy(module.h[0].attn), module.h[0].attn)
+@pytest.mark.slow
+def test_a_module_that_counts_its_positions_itself_gets_them() -> None:
+    model = GPTJModel(GPTJConfig(vocab_size=97, n_embd=48, n_layer=1, n_head=6, rotary_dim=4))
+    assert compare(copy.deepcopy(model.h[0].attn), model.h[0].attn).verdict is Verdict.SAME
 
 
 class Noisy(nn.Module):
@@ -326,10 +326,9 @@ def test_noise_of_a_model_is_no_rounding() -> None:
             compare(*pair)
 
 
-def test_a_module_without_its_output_projection_is_refused() -> None:
+def test_a_module_without_its_output_projection_is_a_function() -> None:
     module = MODELS["bert"]().get_submodule("encoder.layer.1.attention.self")
-    with pytest.raises(OptionError, match="also holds the output projection"):
-        compare(copy.deepcopy(module), module)
+    assert compare(copy.deepcopy(module), module).verdict is Verdict.SAME
 
 
 def test_a_model_is_compared_with_stored_weights(tmp_path: Path) -> None:

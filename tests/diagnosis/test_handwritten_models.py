@@ -160,7 +160,7 @@ FAULTS = {  # of the second layer -> its first stage
     "scale": "scores",
     "one ahead": "scores",
     "rescaled": "weights",
-    "merged without transpose": "head outputs",
+    "merged without transpose": "output",
     "one head at its mean": "head outputs",
 }
 

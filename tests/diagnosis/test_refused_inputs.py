@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import FunnelConfig
-from transformers.models.bart.modeling_bart import BartAttention
 
 from headwise import Attention, compare
-from headwise.diagnosis import Inputs
 from headwise.errors import HeadwiseError, OptionError, ShapeError
 
 WIDTH, HEADS = 40, 5
@@ -92,10 +89,3 @@ def test_a_file_that_is_no_safetensors(layer: Attention, tmp_path: Path) -> None
     path.write_bytes(b"words" * 9)
     with pytest.raises(HeadwiseError, match="header too large"):
         compare(path, layer)
-
-
-def test_two_modules_whose_weights_have_no_layout() -> None:
-    modules = [BartAttention(WIDTH, HEADS, config=FunnelConfig()) for _ in range(2)]
-    inputs = Inputs(torch.randn(2, 6, WIDTH), torch.randn(2, 7, WIDTH))
-    with pytest.raises(OptionError, match="a BartAttention and a BartAttention, whose weights"):
-        compare(*modules, inputs)

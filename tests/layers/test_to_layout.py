@@ -248,3 +248,9 @@ def test_a_reader_says_no_other_function_than_the_layout() -> None:
             state, layout=layout("gpt2"), num_heads=HEADS, accept=[name], **{name: option}
         )
         assert getattr(accepted, name) is not None
+    rotated: Any = {"num_heads": HEADS, "rotary": Rotary()}
+    normed = made({"qk_norm": QKNorm(), "rotary": Rotary()}).to_layout("qwen3", accept=["qk_norm"])
+    with pytest.raises(OptionError, match=r"qk_norm: .* against none"):
+        Attention.from_layout(normed, layout="qwen3", **rotated)
+    bare = Attention.from_layout(normed, layout="qwen3", accept="qk_norm", **rotated)
+    assert torch.equal(bare.q_proj.weight, normed["q_proj.weight"])

@@ -272,14 +272,20 @@ def _read_counts(fields: ConfigFields) -> Sizes:
     inner = fields.section("attn_config") or ConfigFields({})
     counts["kv_heads"] = inner.count("kv_n_heads", most=_MAX_HEADS) or counts["kv_heads"]
     sizes = {size: count for size, count in counts.items() if count is not None}
-    head_dim, rotation = read_head_dim(fields, sizes), rotary_section_of_layer(fields, 0)
+    width, head_dim = _read_share_of_head(fields, sizes), read_head_dim(fields, sizes)
     if head_dim and fields.section("pruned_heads"):
         sizes = {"head_dim": head_dim}  # each layer has heads of its own number
+    if width is not None and "rotary_width" not in sizes:
+        sizes["rotary_width"] = width + width % 2  # transformers turns whole pairs
+    return sizes
+
+
+def _read_share_of_head(fields: ConfigFields, sizes: Sizes) -> int | None:
+    """Return the width of a rotation of a share of each head; None where no share is stated."""
+    head_dim, rotation = read_head_dim(fields, sizes), rotary_section_of_layer(fields, 0)
     shares = (part.number(n) for n in _SHARES for part in (rotation, fields))
     share = next((share for share in shares if share is not None and 0 < share <= 1), None)
-    if share is not None and head_dim and "rotary_width" not in sizes:
-        sizes["rotary_width"] = int(head_dim * share)
-    return sizes
+    return int(head_dim * share) if share is not None and head_dim else None
 
 
 def _read_first_count(fields: ConfigFields, names: Iterable[str]) -> int | None:
@@ -633,13 +639,12 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
                 do="pass rotary=Rotary(...) with the same frequencies",
             )
         scaling = _SCALINGS[kind](rotary, fields)
-    return replace(
-        rule,
-        theta=rotary.number("rope_theta")
-        or next(filter(None, map(fields.number, _THETAS)), 10_000.0),
-        width=counts.get("rotary_width", read_head_dim(fields, counts)),
-        scaling=scaling,
-    )
+    theta = rotary.number("rope_theta") or next(filter(None, map(fields.number, _THETAS)), 10_000.0)
+    width = counts.get("rotary_width", read_head_dim(fields, counts))
+    exponent = _read_share_of_head(fields, counts)  # the last of an odd number turns in a pair too
+    if width and exponent and width == exponent + 1 and scaling is None:
+        theta = theta ** (width / exponent)
+    return replace(rule, theta=theta, width=width, scaling=scaling)
 
 
 def rotary_scaling_kind(rotary: ConfigFields) -> str | None:

@@ -31,6 +31,7 @@ from headwise.diagnosis.subjects.run import (
     run_models,
 )
 from headwise.diagnosis.subjects.subject import Subject
+from headwise.diagnosis.subjects.transformers import TransformersSubject
 from headwise.errors import OptionError
 from headwise.layers.attention import Attention
 from headwise.layouts.modules import NamedModule
@@ -123,13 +124,35 @@ def _compare_layers(
     subject.require_finite_weights("b", second)
     if parts is not None:
         _record_parts_of_function(first, second, parts)
-    chosen = probes.choose_inputs(first, second, inputs)
-    if isinstance(first, BlackBox) and isinstance(second, BlackBox):
+    are_functions = isinstance(first, FUNCTIONS) and isinstance(second, FUNCTIONS)
+    if are_functions and first.model is None and second.model is None:
         _refuse_gradient_comparison("two functions", asked=gradients)
-        return functions.compare_functions(first, second, chosen[0])
+        return _compare_as_functions(first, second, inputs)
+    chosen = probes.choose_inputs(first, second, inputs)
     comparison = Comparison(first, second, chosen)
     comparison.further = [] if inputs is not None else probes.make_further_probes((first, second))
     return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
+
+
+def _compare_as_functions(
+    first: Subject, second: Subject, inputs: Tensor | Inputs | Mapping[str, Any] | None
+) -> Diagnosis:
+    """Compare the outputs of two functions, of which neither is known as data.
+
+    Modules have the masks and the rotations of their models.
+    """
+    sides = (x.function if isinstance(x, TransformersSubject) else x for x in (first, second))
+    a, b = (each for each in sides if isinstance(each, BlackBox))
+    modules = (x for x in (first, second) if isinstance(x, TransformersSubject))
+    width = next((x.token_width for x in modules), None)
+    if inputs is None and width is not None:
+        [probe, *_] = probes.make_probe_inputs((width, width), crosses=False)
+    else:
+        [probe, *_] = probes.choose_inputs(a, b, inputs)
+    diagnosis = functions.compare_functions(a, b, probe)
+    assert diagnosis.function is not None
+    limits = (*diagnosis.function.isolated, *first.limits, *second.limits)
+    return replace(diagnosis, function=replace(diagnosis.function, isolated=limits))
 
 
 def _record_parts_of_function(
@@ -210,7 +233,7 @@ def _make_subject(name: str, value: object) -> Subject:
     if isinstance(value, nn.MultiheadAttention):
         return layers.TorchSubject(value)
     if transformers.is_transformers_attention(value):
-        return transformers.TransformersSubject(value)
+        return TransformersSubject(value)
     if isinstance(value, str | Path) and recording.is_recording(value):
         return recording.Recording(Path(value))
     if isinstance(value, WEIGHTS):
@@ -232,6 +255,7 @@ def _make_subject(name: str, value: object) -> Subject:
 
 
 WEIGHTS = (str, os.PathLike, Mapping)
+FUNCTIONS = (BlackBox, TransformersSubject)  # that may have no data
 NAMED_LAYERS = (Attention, nn.MultiheadAttention)
 
 

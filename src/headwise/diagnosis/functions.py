@@ -67,7 +67,7 @@ def compare_functions(first: BlackBox, second: BlackBox, probe: NamedInputs) -> 
         output_gap=finer.gap,
         stages=("output",),
         blind=blind,
-        isolated=(*first.limits, *second.limits, *map(str, runs), KNOWN_SIDE),
+        isolated=(*map(str, runs), KNOWN_SIDE),
     )
     return Diagnosis(verdict=verdict, function=comparison)
 

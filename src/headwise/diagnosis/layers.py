@@ -69,18 +69,12 @@ class Comparison:
         self.further: Sequence[NamedInputs] = ()  # to be run where a function agrees on all others
         self.ran: list[NamedInputs] = []
         self.doubtful, self.known = (first, second) if second.model else (second, first)
-        if self.known.model is None:
-            raise OptionError(
-                saw=f"a {first.kind} and a {second.kind}, whose weights and settings headwise "
-                "cannot read",
-                needed="on one side, a class with a layout in the catalogue: headwise layouts",
-                do="compare their outputs: compare(lambda x: a(x)[0], lambda x: b(x)[0], x)",
-            )
         self.failed: list[str] = []  # inputs on which the doubtful one failed, in words
         self.known_calls, self.known_names = _record(self.known, filter(self._is_known, probes))
         if isinstance(self.doubtful, recording.Recording):
             self.doubtful.require_shapes_of(self.known_calls[0])
         # A layer's own calls may have causes too, such as hooks of its modules.
+        assert self.known.model is not None
         self.model: AttentionModel = self.known.model
         named = search.search_causes(Evidence.of(self.model, self.known_calls), catalogue.CAUSES)
         self.runs_as_stated = not named.left.cells_beyond_rounding
@@ -106,7 +100,8 @@ class Comparison:
         if not explained.outputs_agree:
             causes, left = explained.search
             if left.cells_beyond_rounding or len(causes) > 1:
-                explained = self._explain_with_roles_swapped(calls, explained) or explained
+                swapped = self._explain_with_roles_swapped(calls, explained)
+                explained = swapped or self._explain_by_outputs(explained) or explained
         verdict, blind, hidden = self._judge(explained, calls)
         if self._condition and verdict in (Verdict.SAME, Verdict.TO_ROUNDING):
             verdict = Verdict.UNDER_MASK
@@ -258,7 +253,7 @@ class Comparison:
         """Return what a function takes, and what is known of it where no cause explains it."""
         function, sizes = self.doubtful, self.known.input_widths
         if not isinstance(function, BlackBox) or sizes is None:
-            return ()
+            return (*self.first.limits, *self.second.limits)
         if verdict.is_same:
             reach = unseen.describe_reach(self.model, [probe.inputs for probe in self.ran])
             return (*function.limits, reach)
@@ -370,6 +365,15 @@ class Comparison:
             return None
         is_worse = len(other.search.causes) >= len(forward.search.causes)
         return None if is_worse and not forward.search.left.cells_beyond_rounding else other
+
+    def _explain_by_outputs(self, explained: search.ExplainedCalls) -> search.ExplainedCalls | None:
+        """Return what explains the outputs alone, where the stages beside them have no cause."""
+        runs = self.doubtful.runs
+        shows_more = any({*call.stages} != {"output"} for call in explained.calls)
+        if runs is None or not shows_more or not explained.search.left.cells_beyond_rounding:
+            return None
+        other = explained.with_outputs_alone(runs)
+        return None if other.search.left.cells_beyond_rounding else other
 
     def diagnosis_with_gradients(self) -> Diagnosis:
         """Return the diagnosis; where outputs agree, gradients must agree as well.

@@ -291,8 +291,10 @@ class LayerPair:
             is_enough = not likely.search.left.cells_beyond_rounding
             explained = likely if is_enough or parted in named.unexplained else explained
             if explained.search.left.cells_beyond_rounding:
+                swapped = self._explain_with_roles_swapped()
+                explained = swapped or self._explain_by_outputs(explained, named) or explained
+            if explained.search.left.cells_beyond_rounding:
                 named.unexplained.add(parted)
-                explained = self._explain_with_roles_swapped() or explained
         blind = self._describe_blind_spot() if explained.outputs_agree else ""
         report = explained.report(**self._stated, blind=blind)
         if not exchanged_with:
@@ -300,6 +302,24 @@ class LayerPair:
             named.causes += [cause for cause in causes if cause not in named.causes]
         more = {"exchanged_with": exchanged_with, "is_of_second": is_of_second}
         return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
+
+    def _explain_by_outputs(
+        self, explained: search.ExplainedCalls, named: Named
+    ) -> search.ExplainedCalls | None:
+        """Return what explains the outputs alone, where recorded stages have no cause.
+
+        Those are outputs on the tokens that it had and, where its module can be called, on others.
+        """
+        [call], layer = explained.calls, self.mine if explained.side == "first" else self.theirs
+        if "output" not in call.stages:
+            return None
+        alone = explained.with_outputs_alone(layer.make_runs(call))
+        is_new = tuple(explained.gaps.stages_beyond_rounding) not in named.unexplained
+        for causes in (tuple(named.causes), catalogue.CAUSES if is_new else ()):
+            other = replace(alone, candidates=causes)
+            if causes and not other.search.left.cells_beyond_rounding:
+                return other
+        return None
 
     def _explain_with_roles_swapped(self) -> search.ExplainedCalls | None:
         """Return the call of the second as the first explains it, by heads that it lacks.

@@ -1,5 +1,7 @@
 """Search for the causes why recorded calls and a model part, and what they explain."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +14,7 @@ from headwise.diagnosis import watch
 from headwise.diagnosis.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, Cause
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
+from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.pairs import find_best_pair
 from headwise.diagnosis.patterns import describe_calls, describe_positions
 from headwise.diagnosis.repairs.lines import ON_WEIGHTS, Code, Repair, write_repair, write_weights
@@ -157,6 +160,14 @@ class ExplainedCalls:
     def gaps(self) -> Gaps:
         """The gaps between the calls and the model, before any cause."""
         return measure_gaps(self.model, self.calls)
+
+    def with_outputs_alone(self, runs: Runs | None) -> ExplainedCalls:
+        """Return the calls without the stages before the output."""
+
+        def strip(call: RecordedCall) -> RecordedCall:
+            return replace(call, stages={"output": call.stages["output"]}, runs=runs)
+
+        return replace(self, calls=[call.change(strip) for call in self.calls])
 
     @property
     def causes(self) -> tuple[FoundCause, ...]:

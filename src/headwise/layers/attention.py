@@ -378,7 +378,10 @@ class Attention(nn.Module):
         layer = cls(
             **conversion.constructor_arguments_from_weights(canonical, source.function, options)
         )
+        accept = {accept} if isinstance(accept, str) else {*accept}
         conversion.require_same_function_as_source(source, layer, accept)
+        if layer.qk_norm is None and "qk_norm" in accept:
+            canonical = {name: x for name, x in canonical.items() if "norm" not in name}
         layer.load_state_dict(conversion.layer_state_dict_from_canonical(canonical, layer))
         return layer
 

@@ -26,33 +26,16 @@ from headwise.diagnosis.subjects.forms import (
     read_required,
 )
 from headwise.diagnosis.subjects.parts import Parts
-from headwise.diagnosis.subjects.subject import Subject, differentiate
+from headwise.diagnosis.subjects.subject import Subject, describe_error, differentiate
 from headwise.errors import OptionError
 from headwise.function.rounding import is_coarser
 from headwise.support.private_torch import DispatchMode
 
-# An error of a model. headwise's own code runs beside it, so others are left as they are.
-FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    Warning,  # where a filter makes errors of warnings
-)
 # An error of a caller's function, beside which nothing else runs: it may have a class of its own.
 # It is shown, and kept as the cause.
 FAILURES_OF_A_FUNCTION: tuple[type[Exception], ...] = (Exception,)
 SLOW = 1.0  # seconds of a call
 TRYING = 10.0  # seconds in which other forms of inputs are tried
-
-
-def describe_error(error: Exception) -> str:
-    """Return the class of an error and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 class BlackBox(Subject):

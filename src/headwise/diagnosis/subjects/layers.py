@@ -93,10 +93,8 @@ class NativeSubject(ModuleSubject):
         return output
 
     @torch.no_grad()
-    def record_calls(self, inputs: Inputs) -> list[RecordedCall]:
-        """Return the stages of each call; those with a cache are recorded as they run."""
-        if not inputs.steps:
-            return [self.record(inputs)]
+    def record_in_steps(self, inputs: Inputs) -> list[RecordedCall]:
+        """Return the stages of calls with one cache, recorded as they run."""
         layer = self.float64_layer
         given = inputs.map_tokens(Tensor.double)
         # Positions count from the keys of the cache, which moves no score.
@@ -135,6 +133,8 @@ def record_steps(
 ) -> list[RecordedCall]:
     """Return the calls with one cache that a run of one attention makes; ``run`` returns outputs.
 
+    None are returned where not each of them is seen.
+
     ``dtype`` is that of the arithmetic, ``data`` the attention by its weights, where it is known.
     """
     recorded: list[dict[str, Tensor]] = []
@@ -149,6 +149,8 @@ def record_steps(
     with record_attention(model, on_complete=read, keep_implementation=True) as recorder:
         recorder.begin_input()
         outputs = run().double().split(inputs.steps, 1)
+    if len(recorded) != len(inputs.steps):
+        return []
     # A cause shows in the same stage of all calls.
     shared = set[str].intersection(*map(set, recorded))
     calls: list[RecordedCall] = []

@@ -32,9 +32,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
-from headwise.diagnosis.subjects.function import describe_error
 from headwise.diagnosis.subjects.parts import Parts
-from headwise.diagnosis.subjects.subject import Subject
+from headwise.diagnosis.subjects.subject import Subject, describe_error
 from headwise.errors import OptionError, ShapeError
 from headwise.function.stages import STAGES
 from headwise.support.files import write_whole

@@ -11,15 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.comparison import SEED
+from headwise.diagnosis.outputs.runs import CLOSE, Runs
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.aligned import Reading, read_inputs, read_known_call
-from headwise.diagnosis.subjects.function import FAILURES, describe_error
 from headwise.diagnosis.subjects.layers import ModuleData, read_attention_modules
+from headwise.diagnosis.subjects.places import make_runs
 from headwise.diagnosis.subjects.sites import Site, find_sites
-from headwise.diagnosis.subjects.subject import read_dropout
+from headwise.diagnosis.subjects.subject import (
+    FAILURES,
+    describe_error,
+    describe_run_as_given,
+    read_dropout,
+)
 from headwise.diagnosis.subjects.tape import record_tape
 from headwise.errors import HeadwiseError, OptionError
-from headwise.function.rounding import Roundoff, default_tolerance
+from headwise.function.rounding import Roundoff, coarsest, default_tolerance
 from headwise.layers.hooks import ModuleRun, record_modules
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention
@@ -46,6 +52,8 @@ class LayerRun:
     roundings: Mapping[str, float] = field(default_factory=dict)  # of each stage
     window: int | None = None  # the number of keys in its window by the config
     dropout: float | None = None  # as the model was given: 0 in eval mode, None where not known
+    # Makes further runs of it, of which outputs alone are read; None where it cannot be called.
+    make_runs: Callable[[RecordedCall], Runs | None] = lambda _: None
 
 
 # Runs a model, and returns its attentions and its outputs by name.
@@ -113,12 +121,26 @@ def run_models(
     """
     known = [any(x.model for x in read_attention_modules(model)) for model in (a, b)]
     if known == [False, True]:
-        run = run_model(b, inputs, vocabulary=vocabulary)
-        return run_beside(run, a, inputs, vocabulary=vocabulary), run
-    run = run_model(a, inputs, vocabulary=vocabulary)
-    if known == [True, False]:
-        return run, run_beside(run, b, inputs, vocabulary=vocabulary)
-    return run, run_model(b, inputs, vocabulary=vocabulary)
+        second = run_model(b, inputs, vocabulary=vocabulary)
+        first = run_beside(second, a, inputs, vocabulary=vocabulary)
+    else:
+        first = run_model(a, inputs, vocabulary=vocabulary)
+        beside = partial(run_beside, first) if known == [True, False] else run_model
+        second = beside(b, inputs, vocabulary=vocabulary)
+    return _with_roundings_of(second, first), _with_roundings_of(first, second)
+
+
+def _with_roundings_of(known: ModelRun, run: ModelRun) -> ModelRun:
+    """Return a run; one in a single dtype may round as much as what it is a copy of."""
+    if run.output_roundings or len(run.layers) != len(known.layers):
+        return run
+    roundings = [layer.input_rounding for layer in known.layers]
+    layers = [
+        replace(layer, input_rounding=rounding)
+        for layer, rounding in zip(run.layers, roundings, strict=True)
+    ]
+    largest = max(known.output_roundings.values(), default=0.0)
+    return replace(run, layers=layers, output_roundings=dict.fromkeys(run.outputs or {}, largest))
 
 
 def run_beside(
@@ -136,17 +158,7 @@ def run_beside(
     arguments, described = _choose_arguments(model, inputs, vocabulary)
     inputs_alone = partial(record_layers_beside, known.layers, with_stages=False)
     record = partial(record_layers_beside, known.layers)
-    run = _run_twice(model, arguments, described, record, inputs_alone)
-    if run.output_roundings:
-        return run
-    # Code that runs in float64 alone may round as much as what it is a copy of.
-    roundings = [layer.input_rounding for layer in known.layers]
-    layers = [
-        replace(layer, input_rounding=rounding)
-        for layer, rounding in zip(run.layers, roundings, strict=True)
-    ]
-    largest = max(known.output_roundings.values(), default=0.0)
-    return replace(run, layers=layers, output_roundings=dict.fromkeys(run.outputs or {}, largest))
+    return _run_twice(model, arguments, described, record, inputs_alone)
 
 
 def _choose_arguments(
@@ -173,24 +185,37 @@ def _run_twice(
     record: LayerRecorder,
     record_again: LayerRecorder,
 ) -> ModelRun:
-    wide, wide_output = _run_in_dtype(torch.float64, model, arguments, record)
-    again = _run_in_dtype(torch.float64, model, arguments, record_again)[1]
-    _require_repeatable(model, wide_output, again)
-    single, single_output = wide, dict[str, Tensor]()
-    with suppress(OptionError) if record is not record_again else nullcontext():
-        single, single_output = _run_in_dtype(torch.float32, model, arguments, record_again)
-    stored = next(model.parameters()).dtype
+    kind, stored = type(model).__name__, next(model.parameters()).dtype
+    single, single_output = None, dict[str, Tensor]()
+    try:
+        wide, wide_output = _run_in_dtype(torch.float64, model, arguments, record)
+        again = _run_in_dtype(torch.float64, model, arguments, record_again)[1]
+        _require_repeatable(model, wide_output, again)
+        with suppress(OptionError) if record is not record_again else nullcontext():
+            single, single_output = _run_in_dtype(torch.float32, model, arguments, record_again)
+        roundings = _list_gaps(single_output, wide_output)
+        runs_as_given = any(CLOSE < gap < torch.inf for gap in roundings.values())
+    except OptionError as error:
+        if error.__cause__ is None:
+            raise
+        runs_as_given = True
+    if runs_as_given:  # since a patched forward may hold the model, or code of one dtype
+        wide, wide_output = _run_in_dtype(None, model, arguments, record)
+        again = _run_in_dtype(None, model, arguments, record_again)[1]
+        _require_repeatable(model, wide_output, again)
+        single, roundings = None, {}
+        kind = f"{kind} ({describe_run_as_given('which', stored)})"
     layers = [
         replace(
             layer,
             stored=stored,
             input_rounding=_measure_input_rounding(narrow.call.inputs, layer.call.inputs),
             roundings=_list_gaps(narrow.call.stages, layer.call.stages),
+            make_runs=partial(make_runs, model, arguments, layer.name),
         )
-        for layer, narrow in zip(wide, single, strict=True)
+        for layer, narrow in zip(wide, single or wide, strict=True)
     ]
-    roundings = _list_gaps(single_output, wide_output)
-    return ModelRun(type(model).__name__, layers, wide_output, described, roundings)
+    return ModelRun(kind, layers, wide_output, described, roundings)
 
 
 def _measure_input_rounding(narrow: Inputs, wide: Inputs) -> float:
@@ -201,19 +226,20 @@ def _measure_input_rounding(narrow: Inputs, wide: Inputs) -> float:
 
 
 def _run_in_dtype(
-    dtype: torch.dtype, model: nn.Module, arguments: Arguments, record: LayerRecorder
+    dtype: torch.dtype | None, model: nn.Module, arguments: Arguments, record: LayerRecorder
 ) -> tuple[list[LayerRun], dict[str, Tensor]]:
+    """Run a copy of a model in a dtype, or the model as it was given, in that of its weights."""
     positional, named = arguments
 
     def cast(part: Any) -> Any:
         is_floating = isinstance(part, Tensor) and part.is_floating_point()
-        return part.to(dtype) if is_floating else part
+        return part.to(dtype) if is_floating and dtype else part
 
     cast_arguments = map_leaves(cast, (positional, {**named}))
     try:
-        copied = copy.deepcopy(model).to(dtype)
+        copied = copy.deepcopy(model).to(dtype) if dtype else model
         choose: Any = getattr(copied, "set_experts_implementation", None)
-        if choose is not None:  # grouped products lack float64
+        if dtype and choose is not None:  # grouped products lack float64
             choose("eager")
         return record(copied, cast_arguments)
     except HeadwiseError:
@@ -227,7 +253,8 @@ def _run_in_dtype(
         ]
         raise OptionError(
             saw=f"a {type(model).__name__} that fails: {describe_error(error)}",
-            needed=f"a model that runs in {dtype} on {', '.join(shapes) or 'these inputs'}",
+            needed=f"a model that runs {'' if dtype is None else f'in {dtype} '}on "
+            f"{', '.join(shapes) or 'these inputs'}",
             do="run it on such inputs first",
         ) from error
 
@@ -251,9 +278,11 @@ def _require_repeatable(
 
 @torch.no_grad()
 def record_layers(
-    model: nn.Module, arguments: Arguments
+    model: nn.Module, arguments: Arguments, *, by_products: bool = True
 ) -> tuple[list[LayerRun], dict[str, Tensor]]:
     """Run a model in eval mode; return its attentions and its outputs by name.
+
+    ``by_products`` also finds those that compute products of their own.
 
     Raises:
         OptionError: no attention was captured.
@@ -270,12 +299,17 @@ def record_layers(
     is_missed = [
         data.model is not None and not any(map(data.covers_module, captured)) for data in modules
     ]
-    if any(is_missed) and (taped := _record_layers_on_tape(model, arguments, modules)):
+    if (
+        by_products
+        and any(is_missed)
+        and (taped := _record_layers_on_tape(model, arguments, modules))
+    ):
         return taped
     recorder.require_any_captured(type(model).__name__)
     # transformers computes rotations and norms in float32, whatever the dtype of the model is.
     is_single = hasattr(model, "config")
-    dtype = torch.float32 if is_single else next(model.parameters()).dtype
+    dtype = next(model.parameters()).dtype
+    dtype = coarsest((dtype, torch.float32)) if is_single else dtype
     runs: dict[nn.Module | None, list[LayerRun]] = {}  # of each module, which may attend again
     named: dict[nn.Module | None, str] = {part: name for name, part in model.named_modules()}
     layers = []
@@ -308,7 +342,9 @@ def _record_layers_on_tape(
             or (call := read_known_call(site, data.model)) is None
         ):
             return None
-        window = None if site.is_cross else data.window
+        window, mask = None if site.is_cross else data.window, call.inputs.mask
+        if mask is not None and torch.equal(mask, mask[:, :1].expand_as(mask)):
+            call = replace(call, inputs=replace(call.inputs, mask=mask[:, :1]))
         layers.append(LayerRun(site.module, call, data.model, window=window))
     return layers, list_output_tensors(output)
 

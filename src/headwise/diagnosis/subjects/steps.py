@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall, cut_mask
 from headwise.diagnosis.subjects.forms import name_arguments, name_keys, read_output, read_required
 from headwise.diagnosis.subjects.function import BlackBox
+from headwise.diagnosis.subjects.subject import list_calls
 from headwise.errors import OptionError
 
 STATES = (
@@ -110,12 +111,7 @@ class Decoder(BlackBox):
         """Return the output of each call; a call knows those before it."""
         if not inputs.steps:
             return [self.record(inputs)]
-        outputs = self.output(inputs).double().split(inputs.steps, 1)
-        calls: list[RecordedCall] = []
-        for given, output in zip(inputs.per_call, outputs, strict=True):
-            shown, earlier = {"output": output}, tuple(calls)
-            calls.append(RecordedCall(given, shown, self.dtype, earlier, runs=self.runs))
-        return calls
+        return list_calls(inputs, self.output(inputs), self.dtype, self.runs)
 
     def _call_function(self, inputs: Inputs) -> Tensor:
         if not inputs.steps:

@@ -3,16 +3,44 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
+from headwise.diagnosis.outputs.runs import CLOSE, Runs
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.errors import OptionError
+from headwise.function.rounding import default_tolerance
 from headwise.layouts.equality import PARTS
 from headwise.support.quantised import require_unquantised
+from headwise.support.tracing import evaluation_mode
+
+# An error of a model. headwise's own code runs beside it, so others are left as they are.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    Warning,  # where a filter makes errors of warnings
+)
+
+
+def describe_error(error: Exception) -> str:
+    """Return the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def describe_run_as_given(kind: str, dtype: torch.dtype) -> str:
+    """Return the sentence on a module of which no copy runs."""
+    name = str(dtype).removeprefix("torch.")
+    return f"{kind} ran as it was given, in {name}: a copy in float64 has other outputs, or fails"
 
 
 class Subject(ABC):
@@ -30,6 +58,16 @@ class Subject(ABC):
     is_causal: bool | None = None
     # Of the weights as it was given: 0 in eval mode, None where it is not known.
     dropout: float | None = None
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Sentences on how it ran, where that is not the usual way."""
+        return ()
+
+    @property
+    def runs(self) -> Runs | None:
+        """Further runs, of which outputs alone are read; None where it cannot run again."""
+        return None
 
     @property
     def model(self) -> AttentionModel | None:
@@ -96,7 +134,11 @@ DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")  # attributes, the s
 class ModuleSubject(Subject):
     """An attention module; it runs as a copy in eval mode, and is never changed.
 
+    A ``forward`` that was patched may hold the module itself, or code of one dtype. Where copies do
+    not give the outputs of the module, it runs as it was given, and its outputs alone are known.
+
     Attributes:
+        given: the module.
         module: the copy, in the dtype of its weights.
         dropout: of the weights as the module was given: 0 in eval mode, None where not known.
     """
@@ -105,8 +147,9 @@ class ModuleSubject(Subject):
         require_unquantised(**dict(module.named_parameters()))
         self.kind = kind
         self.dropout = read_dropout(module)
-        self.module = copy.deepcopy(module).eval()
+        self.given, self.module = module, copy.deepcopy(module).eval()
         self.dtype = next(module.parameters()).dtype
+        self._runs_as_given: bool | None = None  # None before its first run
 
     @abstractmethod
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
@@ -117,10 +160,53 @@ class ModuleSubject(Subject):
         """The module in float64."""
         return copy.deepcopy(self.module).double()
 
-    @torch.no_grad()
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """A sentence on a module that no copy stands for."""
+        return (describe_run_as_given(self.kind, self.dtype),) if self._runs_as_given else ()
+
+    @cached_property
+    def runs(self) -> Runs:
+        """Further runs, in float64 where a copy computes so."""
+        return Runs(lambda inputs: self._run(inputs, inputs.x.dtype), lambda: self.dtype)
+
     def output(self, inputs: Inputs) -> Tensor:
         """Return the output of the module in its dtype."""
-        return self.run_module(self.module, inputs)
+        return self._run(inputs, self.dtype)
+
+    def record_calls(self, inputs: Inputs) -> list[RecordedCall]:
+        """Return the stages of each call; the outputs alone of a module that no copy stands for."""
+        output = self.output(inputs)
+        if not self._runs_as_given:
+            calls = self.record_in_steps(inputs) if inputs.steps else [self.record(inputs)]
+            if calls and {*calls[0].stages} != {"output"}:
+                return calls
+        return list_calls(inputs, output, self.dtype, self.runs)
+
+    def record_in_steps(self, inputs: Inputs) -> list[RecordedCall]:
+        """Return the stages of calls with one cache; none where they are not seen."""
+        return super().record_calls(inputs)
+
+    @torch.no_grad()
+    def _run(self, inputs: Inputs, dtype: torch.dtype) -> Tensor:
+        if self._runs_as_given is None:
+            self._runs_as_given = not self._do_copies_agree(inputs)
+        copied = self.float64_layer if dtype == torch.float64 else self.module
+        module = self.given if self._runs_as_given else copied
+        with evaluation_mode(module):
+            return self.run_module(module, inputs)
+
+    def _do_copies_agree(self, inputs: Inputs) -> bool:
+        with evaluation_mode(self.given):
+            given = self.run_module(self.given, inputs)
+        with suppress(*FAILURES):
+            same, single, wide = (
+                self.run_module(copied, inputs)
+                for copied in (self.module, copy.deepcopy(self.module).float(), self.float64_layer)
+            )
+            are_same = is_near(same, given, default_tolerance(self.dtype))
+            return are_same and is_near(single, wide, CLOSE)
+        return False
 
     def gradients(self, inputs: Inputs, direction: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the gradients of the inputs, and of the weights where the module is known."""
@@ -132,6 +218,25 @@ class ModuleSubject(Subject):
         # Gradients have the shapes of the weights, and are read in the same layout.
         model = type(self)(module).model
         return gradients | ({} if model is None else dict(model.weights))
+
+
+def is_near(first: Tensor, second: Tensor, tolerance: float) -> bool:
+    """True if two tensors have one shape and differ by a share of their norm at most."""
+    if first.shape != second.shape:
+        return False
+    first, second = first.double().nan_to_num(), second.double().nan_to_num()
+    return bool((first - second).norm() <= tolerance * second.norm())
+
+
+def list_calls(
+    inputs: Inputs, output: Tensor, dtype: torch.dtype, runs: Runs | None
+) -> list[RecordedCall]:
+    """Return the calls of which the outputs alone are known; each knows those before it."""
+    calls: list[RecordedCall] = []
+    parts = output.double().split(inputs.steps or output.shape[1], 1)
+    for given, part in zip(inputs.per_call, parts, strict=True):
+        calls.append(RecordedCall(given, {"output": part}, dtype, tuple(calls), runs=runs))
+    return calls
 
 
 def read_dropout(module: nn.Module) -> float | None:

@@ -1,8 +1,8 @@
 """An attention module of transformers as the subject of a comparison."""
 
-import copy
 import inspect
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, TypeGuard
@@ -18,13 +18,19 @@ from headwise.diagnosis.simulation.model import (
     RecordedCall,
     key_query_distances,
 )
-from headwise.diagnosis.subjects.function import FAILURES, describe_error
-from headwise.diagnosis.subjects.layers import read_attention_modules, record_steps
+from headwise.diagnosis.subjects.function import BlackBox
+from headwise.diagnosis.subjects.layers import (
+    ModuleData,
+    read_attention_modules,
+    record_steps,
+)
 from headwise.diagnosis.subjects.run import find_main_tensor, record_layers
-from headwise.diagnosis.subjects.subject import ModuleSubject
+from headwise.diagnosis.subjects.subject import FAILURES, ModuleSubject, describe_error
 from headwise.errors import HeadwiseError, OptionError
+from headwise.layers.hooks import record_modules
 from headwise.scanning.record import MASKS, SOURCES
 
+FILES = "transformers.models."
 CACHES = ("past_key_values", "past_key_value", "layer_past")  # arguments of modules
 
 
@@ -33,9 +39,26 @@ def is_transformers_attention(value: object) -> TypeGuard[nn.Module]:
     return (
         isinstance(value, nn.Module)
         and not hasattr(value, "get_input_embeddings")
-        and type(value).__module__.startswith("transformers.")
+        and _class_in_transformers(value) is not nn.Module
         and _find_attribute_in_submodules(value, "config") is not None
     )
+
+
+def _class_in_transformers(module: nn.Module) -> type[nn.Module]:
+    """Return the class of transformers that a module has or derives from; nn.Module for none.
+
+    Its model calls a module by the arguments of this class, whatever its ``forward`` is now.
+    """
+    places = (each for each in type(module).__mro__ if each.__module__.startswith(FILES))
+    return next(places, nn.Module)
+
+
+def _arguments_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(_class_in_transformers(module).forward).parameters
+
+
+def _names_in_file_of(module: nn.Module) -> Mapping[str, Any]:
+    return vars(sys.modules[_class_in_transformers(module).__module__])
 
 
 def _find_attribute_in_submodules(module: nn.Module, name: str) -> Any:
@@ -58,21 +81,21 @@ def is_causal_in_its_model(module: nn.Module) -> bool:
     stated = _find_attribute_in_submodules(module, "is_causal")
     if stated is not None:
         return bool(stated)
-    made = vars(sys.modules[type(module).__module__])
+    made = _names_in_file_of(module)
     return "create_causal_mask" in made and "create_bidirectional_mask" not in made
 
 
 class TransformersSubject(ModuleSubject):
-    """An attention module of transformers.
+    """An attention module of transformers, or of a class that derives from one.
 
-    The stages come from a float64 copy that attends by headwise, the output from the module itself
-    with its own attention implementation. Its model makes a mask of causality and window, so calls
-    have that mask, and that of the caller.
+    The stages come from a float64 copy, the output from the module itself, with its own attention
+    implementation. Its model makes a mask of causality and window, so calls have that mask, and
+    that of the caller.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, type(module).__name__)
-        names = inspect.signature(module.forward).parameters
+        names = _arguments_of(module)
         self.is_causal = is_causal_in_its_model(module)
         self.takes_mask = any(name in names for name in MASKS)
         # Some take encoder_hidden_states in self-attention too, and ignore them there.
@@ -83,36 +106,62 @@ class TransformersSubject(ModuleSubject):
             self.decodes = self.is_causal
 
     @cached_property
+    def _data(self) -> ModuleData | None:
+        modules = read_attention_modules(_OneModuleModel(self.module))
+        return modules[0] if len(modules) == 1 else None
+
+    @cached_property
     def model(self) -> AttentionModel | None:
         """The module as data; None where its class has no layout in the catalogue."""
         alone = _OneModuleModel(self.module)
-        modules = read_attention_modules(alone)
-        model = modules[0].model if len(modules) == 1 else None
-        if model is None:
+        if self._data is None or self._data.model is None:
             return None
         window = None if alone.window is None else (alone.window - 1, None)
-        return model.with_settings(causal=alone.is_causal, window=window)
+        return self._data.model.with_settings(causal=alone.is_causal, window=window)
+
+    @property
+    def token_width(self) -> int | None:
+        """The width that its first projection takes, also where it has no data."""
+        linear = (part for part in self.module.modules() if isinstance(part, nn.Linear))
+        return next((part.in_features for part in linear), None)
+
+    @cached_property
+    def function(self) -> BlackBox:
+        """The module as a function of tokens, a source and a mask."""
+
+        def run(x: Tensor, source: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+            return self._run(Inputs(x, source, mask), x.dtype)
+
+        return BlackBox(run, self.kind)
 
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
-        """Return the output of a module in its dtype."""
-        output: Tensor = _OneModuleModel(module)(inputs, next(module.parameters()).dtype)
-        return output
+        """Return the output of a module in its dtype.
 
-    def record_calls(self, inputs: Inputs) -> list[RecordedCall]:
-        """Return the stages of each call; those with a cache are recorded as they run."""
-        if not inputs.steps:
-            return [self.record(inputs)]
-        wide = _OneModuleModel(copy.deepcopy(self.module).double())
+        That is the output of its projection, where that lies in another part: such a part may have
+        a residual and a norm, as BERT's.
+        """
+        alone = _OneModuleModel(module)
+        parts = () if self._data is None else filter(None, [self._data.projections.get("o")])
+        inner = [x for name in parts if (x := alone.get_submodule(name)) not in module.children()]
+        with record_modules(inner) as passes:
+            output: Tensor = alone(inputs, next(module.parameters()).dtype)
+        outputs = [each.output for part in inner for each in passes[part]]
+        return torch.cat(outputs, 1) if outputs else output
+
+    def record_in_steps(self, inputs: Inputs) -> list[RecordedCall]:
+        """Return the stages of calls with one cache, recorded as they run."""
+        wide = _OneModuleModel(self.float64_layer)
         with torch.no_grad():
             run = partial(wide, inputs, torch.float64)
             return record_steps(wide, run, inputs, torch.float32, self.model)
 
     def record(self, inputs: Inputs) -> RecordedCall:
-        """Return the stages that can be reached, computed in float64."""
-        wide = _OneModuleModel(copy.deepcopy(self.module).double())
-        [layer], _ = record_layers(wide, ((inputs, torch.float64), {}))
-        stages = dict(layer.call.stages)
-        stages.setdefault("output", self.output(inputs).double())
+        """Return the stages that can be reached, computed in float64; at least the output."""
+        alone, stages = _OneModuleModel(self.float64_layer), dict[str, Tensor]()
+        with suppress(OptionError):  # of a module in which no attention is seen
+            layers, _ = record_layers(alone, ((inputs, torch.float64), {}), by_products=False)
+            stages = dict(layers[0].call.stages) if len(layers) == 1 else {}
+        stages["output"] = self._run(inputs, torch.float64)
         return RecordedCall(inputs, stages, torch.float32)
 
 
@@ -137,6 +186,9 @@ class _OneModuleModel(nn.Module):
         for given in inputs.per_call:
             calls.append(RecordedCall(given, {}, earlier=tuple(calls)))
             outputs.append(self._call(calls[-1], dtype, cache))
+        if not cache.get_seq_length(self.number):
+            [name] = {type(module).__name__ for module in self.layers.values()}
+            raise _unsupported_module_error(f"{name}, whose forward leaves its cache empty")
         return torch.cat(outputs, 1)
 
     def _make_cache(self, inputs: Inputs) -> Any:
@@ -147,7 +199,7 @@ class _OneModuleModel(nn.Module):
 
     def _call(self, call: RecordedCall, dtype: torch.dtype, cache: Any = None) -> Tensor:
         [module], inputs = self.layers.values(), call.inputs
-        names = inspect.signature(module.forward).parameters
+        names = _arguments_of(module)
         x = inputs.x.to(dtype)
         arguments: dict[str, Any] = {}
         if inputs.source is not None:
@@ -157,9 +209,7 @@ class _OneModuleModel(nn.Module):
             arguments[name] = inputs.source.to(dtype)
         if mask_name := next((name for name in MASKS if name in names), None):
             mask = self._mask_as_added_numbers(call, dtype)
-            if (
-                cache is not None
-            ):  # room behind the last key is hidden, and dropped keys are not there
+            if cache is not None:  # which may have room behind the last key, or drop keys
                 keys, first = cache.get_mask_sizes(x.shape[1], self.number)
                 lowest, room = torch.finfo(dtype).min, max(0, first + keys - mask.shape[-1])
                 mask = pad(mask, (0, room), value=lowest)[..., first : first + keys]
@@ -168,6 +218,11 @@ class _OneModuleModel(nn.Module):
             arguments[next(name for name in CACHES if name in names)] = cache
         if "position_embeddings" in names:
             arguments["position_embeddings"] = self._compute_rotation(module, x, call)
+        if "position_ids" in names:
+            arguments["position_ids"] = call.query_positions
+        for name in [*names][2:]:  # after self and the tokens; what its config turns off
+            if names[name].default is inspect.Parameter.empty and not getattr(self.config, name, 1):
+                arguments.setdefault(name, None)
         try:
             return find_main_tensor(module(x, **arguments))
         except HeadwiseError:
@@ -193,7 +248,7 @@ class _OneModuleModel(nn.Module):
 
     def _compute_rotation(self, module: nn.Module, x: Tensor, call: RecordedCall) -> Any:
         """Return cos and sin, by the class in the module's file that computes them."""
-        classes = vars(sys.modules[type(module).__module__]).items()
+        classes = _names_in_file_of(module).items()
         rotary = next((c for name, c in classes if name.endswith("RotaryEmbedding")), None)
         if rotary is None:
             raise _unsupported_module_error(
@@ -210,5 +265,5 @@ def _unsupported_module_error(saw: str) -> OptionError:
     return OptionError(
         saw=saw,
         needed="an attention module that takes tokens, a mask and a rotation",
-        do="compare it as a function: compare(lambda x: module(x, ...)[0], b)",
+        do="compare the models that hold the two: compare(model_a, model_b, tokens)",
     )
