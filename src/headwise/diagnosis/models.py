@@ -8,13 +8,14 @@ settings and weights state, and, where the inputs are the same, whether the reco
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue, search, unseen
+from headwise.diagnosis import catalogue, probes, search, unseen
 from headwise.diagnosis.comparison import (
     SEED,
     FunctionComparison,
@@ -26,6 +27,7 @@ from headwise.diagnosis.comparison import (
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
+from headwise.diagnosis.subjects.placed import PlacedAttention
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, relative_difference_norm
 from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
 from headwise.errors import OptionError, ShapeError
@@ -205,9 +207,14 @@ class LayerPair:
         return self.theirs if self.theirs.model else self.mine
 
     @property
+    def _to_explain(self) -> LayerRun:
+        """The other attention."""
+        return self.mine if self._known is self.theirs else self.theirs
+
+    @property
     def _call_to_explain(self) -> RecordedCall:
         """The call of the other, with the mask of the known one."""
-        call = self.mine.call if self._known is self.theirs else self.theirs.call
+        call = self._to_explain.call
         known = self._known.call.inputs
         if known.x.shape[:2] == call.inputs.x.shape[:2]:
             call = replace(call, inputs=replace(call.inputs, mask=known.mask))
@@ -295,11 +302,59 @@ class LayerPair:
                 explained = self._explain_with_roles_swapped() or explained
         blind = self._describe_blind_spot() if explained.outputs_agree else ""
         report = explained.report(**self._stated, blind=blind)
+        if not explained.outputs_agree and (shown := self._explain_by_outputs(explained, named)):
+            apart = tuple(replace(each, is_explained=True) for each in report.parted)
+            report = replace(report, causes=shown.causes, parted=apart)
+            explained = shown
         if not exchanged_with:
             causes = [each.cause for each in explained.search.causes]
             named.causes += [cause for cause in causes if cause not in named.causes]
         more = {"exchanged_with": exchanged_with, "is_of_second": is_of_second}
         return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
+
+    def _explain_by_outputs(
+        self, explained: search.ExplainedCalls, named: Named
+    ) -> search.ExplainedCalls | None:
+        """Return what explains the outputs of an attention that can be run on other tokens.
+
+        None where the causes of the recorded stages do so, or nothing does.
+        """
+        placed = self._to_explain.placed
+        if placed is None:
+            return None
+        causes, left = explained.search
+        calls, names = self._run_probes(placed)
+        is_right = not left.cells_beyond_rounding and bool(causes)
+        if is_right and not measure_gaps(causes[-1].model, calls).cells_beyond_rounding:
+            if len(causes) == 1:
+                return None
+        for candidates in (tuple(named.causes), catalogue.CAUSES):
+            shown = search.ExplainedCalls(
+                explained.model, calls, names, explained.stored, candidates, explained.side
+            )
+            if shown.search.causes and not shown.search.left.cells_beyond_rounding:
+                return shown
+        return None
+
+    def _run_probes(self, placed: PlacedAttention) -> tuple[list[RecordedCall], list[str]]:
+        """Return calls with their outputs, on the recorded inputs and on some that are made."""
+        inputs = self._call_to_explain.inputs
+        widths, length = (inputs.x.shape[2], inputs.key_source.shape[2]), inputs.x.shape[1]
+        lengths, crosses = (length, min(probes.FEW, length), length), inputs.source is not None
+        made = probes.make_probe_inputs(
+            widths, crosses=crosses, takes_mask=False, parts=True, lengths=lengths
+        )
+        calls, names = [placed.record(inputs)], [self.first.inputs]
+        for probe in made:
+            queries, keys = probe.inputs.x.shape[1], probe.inputs.key_source.shape[1]
+            mask = inputs.mask
+            if mask is not None:
+                rows = torch.arange(len(probe.inputs.x)) % len(mask)
+                mask = mask[rows][..., :queries, :keys]
+            with suppress(OptionError):
+                calls.append(placed.record(replace(probe.inputs, mask=mask)))
+                names.append(probe.name)
+        return calls, names
 
     def _explain_with_roles_swapped(self) -> search.ExplainedCalls | None:
         """Return the call of the second as the first explains it, by heads that it lacks.

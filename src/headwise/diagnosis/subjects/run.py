@@ -15,6 +15,7 @@ from headwise.diagnosis.simulation.model import AttentionModel, Inputs, Recorded
 from headwise.diagnosis.subjects.aligned import Reading, read_inputs, read_known_call
 from headwise.diagnosis.subjects.function import FAILURES, describe_error
 from headwise.diagnosis.subjects.layers import ModuleData, read_attention_modules
+from headwise.diagnosis.subjects.placed import PlacedAttention
 from headwise.diagnosis.subjects.sites import Site, find_sites
 from headwise.diagnosis.subjects.subject import read_dropout
 from headwise.diagnosis.subjects.tape import record_tape
@@ -46,6 +47,7 @@ class LayerRun:
     roundings: Mapping[str, float] = field(default_factory=dict)  # of each stage
     window: int | None = None  # the number of keys in its window by the config
     dropout: float | None = None  # as the model was given: 0 in eval mode, None where not known
+    placed: PlacedAttention | None = None  # to be run on other tokens
 
 
 # Runs a model, and returns its attentions and its outputs by name.
@@ -329,12 +331,13 @@ def record_layers_beside(
     sites = find_sites(tape.nodes)
     _require_as_many_attentions(model, sites, known)
     layers = []
-    for site, layer in zip(sites, known, strict=True):
+    for number, (site, layer) in enumerate(zip(sites, known, strict=True)):
         call = read_inputs(site, layer.call)
         if call is None or layer.model is None:
             raise _unread_attention_error(model, site, layer)
+        placed = PlacedAttention(model, arguments, number, site, call.inputs)
         call = Reading(site, layer.model, call).read() if with_stages else call
-        layers.append(LayerRun(site.module, call))
+        layers.append(LayerRun(site.module, call, placed=placed))
     return layers, list_output_tensors(output)
 
 
