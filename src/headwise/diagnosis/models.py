@@ -26,7 +26,12 @@ from headwise.diagnosis.comparison import (
 )
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.model import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import (
+    AttentionModel,
+    Inputs,
+    RecordedCall,
+    key_query_distances,
+)
 from headwise.diagnosis.subjects.placed import PlacedAttention
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, relative_difference_norm
 from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
@@ -186,12 +191,16 @@ class LayerPair:
         if (model := self._known.model) is None:
             return self._compare_stages_directly(NO_DATA)
         sides = ("second", "first") if self._known is self.theirs else ("first", "second")
-        calls = (self._known.call, self._call_to_explain)
+        given = zip(
+            (self._known.call, self._call_to_explain),
+            (self._known.stored, self.mine.stored),
+            sides,
+            strict=True,
+        )
         known, explained = (
-            search.ExplainedCalls(model, [call], [self.first.inputs], stored, side=side)
-            for call, stored, side in zip(
-                calls, (self._known.stored, self.mine.stored), sides, strict=True
-            )
+            search.ExplainedCalls(causal, [own], [self.first.inputs], stored, side=side)
+            for call, stored, side in given
+            for causal, own in [_take_causality(model, call, self._known.window)]
         )
         if known.gaps.cells_beyond_rounding and explained.gaps.cells_beyond_rounding:
             return self._compare_stages_directly(NOT_AS_STATED)
@@ -323,7 +332,7 @@ class LayerPair:
         if placed is None:
             return None
         causes, left = explained.search
-        calls, names = self._run_probes(placed)
+        calls, names = self._run_probes(placed, explained.calls[0].inputs)
         is_right = not left.cells_beyond_rounding and bool(causes)
         if is_right and not measure_gaps(causes[-1].model, calls).cells_beyond_rounding:
             if len(causes) == 1:
@@ -336,9 +345,10 @@ class LayerPair:
                 return shown
         return None
 
-    def _run_probes(self, placed: PlacedAttention) -> tuple[list[RecordedCall], list[str]]:
+    def _run_probes(
+        self, placed: PlacedAttention, inputs: Inputs
+    ) -> tuple[list[RecordedCall], list[str]]:
         """Return calls with their outputs, on the recorded inputs and on some that are made."""
-        inputs = self._call_to_explain.inputs
         widths, length = (inputs.x.shape[2], inputs.key_source.shape[2]), inputs.x.shape[1]
         lengths, crosses = (length, min(probes.FEW, length), length), inputs.source is not None
         made = probes.make_probe_inputs(
@@ -350,7 +360,7 @@ class LayerPair:
             mask = inputs.mask
             if mask is not None:
                 rows = torch.arange(len(probe.inputs.x)) % len(mask)
-                mask = mask[rows][..., :queries, :keys]
+                mask = mask[rows][:, :, :queries, :keys]
             with suppress(OptionError):
                 calls.append(placed.record(replace(probe.inputs, mask=mask)))
                 names.append(probe.name)
@@ -397,6 +407,25 @@ class LayerPair:
             outputs_agree=outputs_agree,
             **more,
         )
+
+
+def _take_causality(
+    model: AttentionModel, call: RecordedCall, window: int | None
+) -> tuple[AttentionModel, RecordedCall]:
+    """Return a model that hides later keys by itself, and a call without them in its mask.
+
+    Both are as they are where the mask is no triangle, or one of a window, beside hidden keys.
+    """
+    mask, inputs = call.inputs.mask, call.inputs
+    if mask is None or inputs.source is not None or call.earlier:
+        return model, call
+    keys, ahead = mask.any(2, keepdim=True), key_query_distances(call)
+    left = None if window is None or window > ahead.amax() else window - 1
+    hides = (ahead > 0) | (False if left is None else ahead < -left)
+    if not torch.equal(*torch.broadcast_tensors(mask, keys & ~hides)):
+        return model, call
+    inputs = replace(inputs, mask=None if bool(keys.all()) else keys)
+    return model.with_settings(window=(left, 0)), replace(call, inputs=inputs)
 
 
 def compare_gradients(
