@@ -58,7 +58,9 @@ class PlacedAttention:
         """
         inputs = inputs.map_tokens(Tensor.double)
         rows = torch.arange(len(inputs.x)) % len(self.inputs.x)
-        return RecordedCall(inputs, {"output": self._run(inputs, rows)}, torch.float32, runs=self.runs)
+        return RecordedCall(
+            inputs, {"output": self._run(inputs, rows)}, torch.float32, runs=self.runs
+        )
 
     @cached_property
     def runs(self) -> Runs:
@@ -97,7 +99,9 @@ class PlacedAttention:
             tape, _ = record_tape(self.model, *self._cut_arguments(rows, lengths))
             site = find_sites(tape.nodes)[self.number]
             entries = {
-                site.sources[role][n].place: role for role, found in self._entries.items() for n in found
+                site.sources[role][n].place: role
+                for role, found in self._entries.items()
+                for n in found
             }
             end = site.outputs()[-1].place
             if None in (*entries, end) or not {"q", "k"} <= {*self._entries}:

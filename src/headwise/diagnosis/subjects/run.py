@@ -113,14 +113,18 @@ def run_models(
     Raises:
         OptionError: as `run_model` and `run_beside`.
     """
-    known = [any(x.model for x in read_attention_modules(model)) for model in (a, b)]
-    if known == [False, True]:
-        run = run_model(b, inputs, vocabulary=vocabulary)
-        return run_beside(run, a, inputs, vocabulary=vocabulary), run
-    run = run_model(a, inputs, vocabulary=vocabulary)
-    if known == [True, False]:
-        return run, run_beside(run, b, inputs, vocabulary=vocabulary)
-    return run, run_model(b, inputs, vocabulary=vocabulary)
+    runs: list[ModelRun | None] = [None, None]
+    for number, model in enumerate((a, b)):
+        if any(x.model for x in read_attention_modules(model)):
+            with suppress(OptionError):  # of one whose modules hold weights, and do not attend
+                runs[number] = run_model(model, inputs, vocabulary=vocabulary)
+    first, second = runs
+    if first is None and second is not None:
+        return run_beside(second, a, inputs, vocabulary=vocabulary), second
+    first = first or run_model(a, inputs, vocabulary=vocabulary)
+    if second is None and runs[0] is not None:
+        return first, run_beside(first, b, inputs, vocabulary=vocabulary)
+    return first, second or run_model(b, inputs, vocabulary=vocabulary)
 
 
 def run_beside(
@@ -303,9 +307,10 @@ def _record_layers_on_tape(
     tape, output = record_tape(model, *arguments)
     layers = []
     for site in find_sites(tape.nodes):
-        data = next((each for each in modules if each.covers_module(site.module)), None)
+        [data, *others] = [x for x in modules if x.covers_module(site.module)] or [None]
         if (
             data is None
+            or others
             or data.model is None
             or (call := read_known_call(site, data.model)) is None
         ):
@@ -330,8 +335,11 @@ def record_layers_beside(
     tape, output = record_tape(model, *arguments)
     sites = find_sites(tape.nodes)
     _require_as_many_attentions(model, sites, known)
-    layers = []
-    for number, (site, layer) in enumerate(zip(sites, known, strict=True)):
+    layers, left = [], [*range(len(sites))]
+    for layer in known:
+        number = next((n for n in left if _is_of_kind(sites[n], layer)), left[0])
+        left.remove(number)
+        site = sites[number]
         call = read_inputs(site, layer.call)
         if call is None or layer.model is None:
             raise _unread_attention_error(model, site, layer)
@@ -339,6 +347,12 @@ def record_layers_beside(
         call = Reading(site, layer.model, call).read() if with_stages else call
         layers.append(LayerRun(site.module, call, placed=placed))
     return layers, list_output_tensors(output)
+
+
+def _is_of_kind(site: Site, layer: LayerRun) -> bool:
+    """True if both attend to their own tokens, or both to others, and to as many."""
+    crosses = layer.call.inputs.source is not None
+    return site.is_cross == crosses and read_inputs(site, layer.call) is not None
 
 
 def _require_as_many_attentions(
