@@ -206,9 +206,12 @@ class LayerPair:
             return self._compare_stages_directly(NOT_AS_STATED)
         if known.gaps.cells_beyond_rounding:
             is_of_second = self._known is self.theirs
-            return self._report_explained_calls(known, named, is_of_second=is_of_second)
+            return self._report_explained_calls(
+                known, named, self._known, is_of_second=is_of_second
+            )
         exchanged = self._find_exchanged_layer() if explained.gaps.cells_beyond_rounding else ""
-        return self._report_explained_calls(explained, named, exchanged_with=exchanged)
+        doubtful = self._to_explain
+        return self._report_explained_calls(explained, named, doubtful, exchanged_with=exchanged)
 
     @property
     def _known(self) -> LayerRun:
@@ -294,24 +297,28 @@ class LayerPair:
         self,
         explained: search.ExplainedCalls,
         named: Named,
+        layer: LayerRun,
         *,
         exchanged_with: str = "",
         is_of_second: bool = False,
     ) -> LayerComparison:
         """Report the calls: by an exchange, else by the causes named before where they suffice."""
         parted = tuple(explained.gaps.stages_beyond_rounding)
+        shown: search.ExplainedCalls | None = None
         if exchanged_with:
             explained = replace(explained, candidates=())
         elif parted:
             likely = replace(explained, candidates=tuple(named.causes))
             is_enough = not likely.search.left.cells_beyond_rounding
-            explained = likely if is_enough or parted in named.unexplained else explained
-            if explained.search.left.cells_beyond_rounding:
+            is_known = parted in named.unexplained
+            explained = likely if is_enough or is_known else explained
+            shown = self._explain_by_outputs(explained, layer, named, again=not is_known)
+            if shown is None and explained.search.left.cells_beyond_rounding:
                 named.unexplained.add(parted)
                 explained = self._explain_with_roles_swapped() or explained
         blind = self._describe_blind_spot() if explained.outputs_agree else ""
         report = explained.report(**self._stated, blind=blind)
-        if not explained.outputs_agree and (shown := self._explain_by_outputs(explained, named)):
+        if shown is not None:
             apart = tuple(replace(each, is_explained=True) for each in report.parted)
             report = replace(report, causes=shown.causes, parted=apart)
             explained = shown
@@ -322,25 +329,23 @@ class LayerPair:
         return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
 
     def _explain_by_outputs(
-        self, explained: search.ExplainedCalls, named: Named
+        self, explained: search.ExplainedCalls, layer: LayerRun, named: Named, *, again: bool
     ) -> search.ExplainedCalls | None:
         """Return what explains the outputs of an attention that can be run on other tokens.
 
-        None where the causes of the recorded stages do so, or nothing does.
+        None where one cause of the recorded stages does, or nothing does. ``again`` tries all
+        causes, and not only those of earlier layers.
         """
-        placed = self._to_explain.placed
-        if placed is None:
+        if layer.placed is None or explained.outputs_agree:
             return None
         causes, left = explained.search
-        calls, names = self._run_probes(placed, explained.calls[0].inputs)
-        is_right = not left.cells_beyond_rounding and bool(causes)
-        if is_right and not measure_gaps(causes[-1].model, calls).cells_beyond_rounding:
-            if len(causes) == 1:
+        calls, names = self._run_probes(layer.placed, explained.calls[0].inputs)
+        if len(causes) == 1 and not left.cells_beyond_rounding:
+            if not measure_gaps(causes[0].model, calls).cells_beyond_rounding:
                 return None
-        for candidates in (tuple(named.causes), catalogue.CAUSES):
-            shown = search.ExplainedCalls(
-                explained.model, calls, names, explained.stored, candidates, explained.side
-            )
+        shown = replace(explained, calls=calls, names=names)
+        for candidates in (tuple(named.causes), explained.candidates)[: 1 + again]:
+            shown = replace(shown, candidates=candidates)
             if shown.search.causes and not shown.search.left.cells_beyond_rounding:
                 return shown
         return None

@@ -306,7 +306,7 @@ def _record_layers_on_tape(
     """Run a model that computes attention by products of its own; None if one is not read."""
     tape, output = record_tape(model, *arguments)
     layers = []
-    for site in find_sites(tape.nodes):
+    for number, site in enumerate(find_sites(tape.nodes)):
         [data, *others] = [x for x in modules if x.covers_module(site.module)] or [None]
         if (
             data is None
@@ -316,7 +316,8 @@ def _record_layers_on_tape(
         ):
             return None
         window = None if site.is_cross else data.window
-        layers.append(LayerRun(site.module, call, data.model, window=window))
+        placed = PlacedAttention(model, arguments, number, site, call.inputs)
+        layers.append(LayerRun(site.module, call, data.model, window=window, placed=placed))
     return layers, list_output_tensors(output)
 
 
