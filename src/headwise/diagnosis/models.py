@@ -24,6 +24,7 @@ from headwise.diagnosis.comparison import (
     ModelComparison,
     PartedStage,
 )
+from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import (
@@ -32,7 +33,6 @@ from headwise.diagnosis.simulation.model import (
     RecordedCall,
     key_query_distances,
 )
-from headwise.diagnosis.subjects.placed import PlacedAttention
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, relative_difference_norm
 from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
 from headwise.errors import OptionError, ShapeError
@@ -206,12 +206,9 @@ class LayerPair:
             return self._compare_stages_directly(NOT_AS_STATED)
         if known.gaps.cells_beyond_rounding:
             is_of_second = self._known is self.theirs
-            return self._report_explained_calls(
-                known, named, self._known, is_of_second=is_of_second
-            )
+            return self._report_explained_calls(known, named, is_of_second=is_of_second)
         exchanged = self._find_exchanged_layer() if explained.gaps.cells_beyond_rounding else ""
-        doubtful = self._to_explain
-        return self._report_explained_calls(explained, named, doubtful, exchanged_with=exchanged)
+        return self._report_explained_calls(explained, named, exchanged_with=exchanged)
 
     @property
     def _known(self) -> LayerRun:
@@ -219,14 +216,9 @@ class LayerPair:
         return self.theirs if self.theirs.model else self.mine
 
     @property
-    def _to_explain(self) -> LayerRun:
-        """The other attention."""
-        return self.mine if self._known is self.theirs else self.theirs
-
-    @property
     def _call_to_explain(self) -> RecordedCall:
         """The call of the other, with the mask of the known one."""
-        call = self._to_explain.call
+        call = self.mine.call if self._known is self.theirs else self.theirs.call
         known = self._known.call.inputs
         if known.x.shape[:2] == call.inputs.x.shape[:2]:
             call = replace(call, inputs=replace(call.inputs, mask=known.mask))
@@ -297,7 +289,6 @@ class LayerPair:
         self,
         explained: search.ExplainedCalls,
         named: Named,
-        layer: LayerRun,
         *,
         exchanged_with: str = "",
         is_of_second: bool = False,
@@ -312,7 +303,7 @@ class LayerPair:
             is_enough = not likely.search.left.cells_beyond_rounding
             is_known = parted in named.unexplained
             explained = likely if is_enough or is_known else explained
-            shown = self._explain_by_outputs(explained, layer, named, again=not is_known)
+            shown = self._explain_by_outputs(explained, named, again=not is_known)
             if shown is None and explained.search.left.cells_beyond_rounding:
                 named.unexplained.add(parted)
                 explained = self._explain_with_roles_swapped() or explained
@@ -329,47 +320,28 @@ class LayerPair:
         return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
 
     def _explain_by_outputs(
-        self, explained: search.ExplainedCalls, layer: LayerRun, named: Named, *, again: bool
+        self, explained: search.ExplainedCalls, named: Named, *, again: bool
     ) -> search.ExplainedCalls | None:
         """Return what explains the outputs of an attention that can be run on other tokens.
 
         None where one cause of the recorded stages does, or nothing does. ``again`` tries all
         causes, and not only those of earlier layers.
         """
-        if layer.placed is None or explained.outputs_agree:
+        [call], layer = explained.calls, self.mine if explained.side == "first" else self.theirs
+        runs = None if explained.outputs_agree else layer.make_runs(call)
+        if runs is None:
             return None
+        calls, names = _run_probes(runs, call, self.first.inputs)
         causes, left = explained.search
-        calls, names = self._run_probes(layer.placed, explained.calls[0].inputs)
-        if len(causes) == 1 and not left.cells_beyond_rounding:
-            if not measure_gaps(causes[0].model, calls).cells_beyond_rounding:
-                return None
+        is_whole = len(causes) == 1 and not left.cells_beyond_rounding
+        if is_whole and not measure_gaps(causes[0].model, calls).cells_beyond_rounding:
+            return None
         shown = replace(explained, calls=calls, names=names)
         for candidates in (tuple(named.causes), explained.candidates)[: 1 + again]:
             shown = replace(shown, candidates=candidates)
             if shown.search.causes and not shown.search.left.cells_beyond_rounding:
                 return shown
         return None
-
-    def _run_probes(
-        self, placed: PlacedAttention, inputs: Inputs
-    ) -> tuple[list[RecordedCall], list[str]]:
-        """Return calls with their outputs, on the recorded inputs and on some that are made."""
-        widths, length = (inputs.x.shape[2], inputs.key_source.shape[2]), inputs.x.shape[1]
-        lengths, crosses = (length, min(probes.FEW, length), length), inputs.source is not None
-        made = probes.make_probe_inputs(
-            widths, crosses=crosses, takes_mask=False, parts=True, lengths=lengths
-        )
-        calls, names = [placed.record(inputs)], [self.first.inputs]
-        for probe in made:
-            queries, keys = probe.inputs.x.shape[1], probe.inputs.key_source.shape[1]
-            mask = inputs.mask
-            if mask is not None:
-                rows = torch.arange(len(probe.inputs.x)) % len(mask)
-                mask = mask[rows][:, :, :queries, :keys]
-            with suppress(OptionError):
-                calls.append(placed.record(replace(probe.inputs, mask=mask)))
-                names.append(probe.name)
-        return calls, names
 
     def _explain_with_roles_swapped(self) -> search.ExplainedCalls | None:
         """Return the call of the second as the first explains it, by heads that it lacks.
@@ -412,6 +384,26 @@ class LayerPair:
             outputs_agree=outputs_agree,
             **more,
         )
+
+
+def _run_probes(runs: Runs, call: RecordedCall, name: str) -> tuple[list[RecordedCall], list[str]]:
+    """Return calls with their outputs alone: the recorded one, and those on inputs that are made.
+
+    The recorded one is left out where its output was not.
+    """
+    inputs = call.inputs
+    widths, length = (inputs.x.shape[2], inputs.key_source.shape[2]), inputs.x.shape[1]
+    lengths, crosses = (length, min(probes.FEW, length), length), inputs.source is not None
+    made = probes.make_probe_inputs(
+        widths, crosses=crosses, takes_mask=False, parts=True, lengths=lengths
+    )
+    calls = []
+    if "output" in call.stages:
+        calls.append((replace(call, stages={"output": call.stages["output"]}, runs=runs), name))
+    for probe in made:
+        with suppress(OptionError):
+            calls.append((replace(runs.record(probe.inputs), runs=runs), probe.name))
+    return [each for each, _ in calls], [each for _, each in calls]
 
 
 def _take_causality(

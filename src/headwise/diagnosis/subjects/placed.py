@@ -1,7 +1,6 @@
 """Attention inside a model as a function: the model runs with other tokens where it begins."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,122 +9,86 @@ from torch import Tensor, nn
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.function import FAILURES, describe_error
-from headwise.diagnosis.subjects.sites import Site, find_sites
-from headwise.diagnosis.subjects.tape import Place, record_tape, rerun
+from headwise.diagnosis.subjects.sites import Site
+from headwise.diagnosis.subjects.tape import MOVES, Node, run_with
 from headwise.errors import OptionError
 from headwise.support.tensors import map_leaves
 
 
-@dataclass(eq=False)
 class PlacedAttention:
-    """An attention in a recorded run of a model, to be run on other tokens, at most as many.
+    """An attention of a model that ran in float64, to be run on other tokens, at most as many.
 
-    Attributes:
-        model: in float64.
-        arguments: of the model, positional and named.
-        number: of the attention among those of the run.
-        site: the attention in the run.
-        inputs: what entered it, and the mask of the attention that it should equal.
+    ``inputs`` are those that it had in the run.
     """
 
-    model: nn.Module
-    arguments: tuple[Any, Any]
-    number: int
-    site: Site
-    inputs: Inputs
+    def __init__(self, model: nn.Module, arguments: Any, site: Site, inputs: Inputs) -> None:
+        self.model, self.arguments, self.inputs = model, arguments, inputs
+        self.end = _skip_moves(site.outputs()[-1]).place
+        sources = {"q": inputs.x, "k": inputs.key_source, "v": inputs.key_source}
+        nodes = [(role, node) for role in sources for node in map(_skip_moves, site.sources[role])]
+        for self.swaps in (False, True):  # True where tokens come before the batch
+            self.entries = {
+                node.place: role == "q"
+                for role, node in nodes
+                if _is_same(node.value, self._swap(sources[role]))
+            }
+            if self.entries:
+                break
 
-    def __post_init__(self) -> None:
-        self._places: dict[Any, tuple[dict[Place, str], Place]] = {}
-        roles = {"q": self.inputs.x, "k": self.inputs.key_source, "v": self.inputs.key_source}
-        ways = [x.transpose(0, 1) for x in roles.values()]
-        nodes = self.site.sources["q"]
-        self._swaps = any(_is_same(node.value, ways[0]) for node in nodes)  # tokens come first
-        # The sources of each role that hold what enters the attention.
-        self._entries = {
-            role: [
-                n
-                for n, node in enumerate(self.site.sources[role])
-                if _is_same(node.value, x.transpose(0, 1) if self._swaps else x)
-            ]
-            for role, x in roles.items()
-        }
-
-    def record(self, inputs: Inputs) -> RecordedCall:
-        """Return a call with its output; its sequences stand for the first of the recorded ones.
-
-        Raises:
-            OptionError: the model, or the attention in it, does not run on as many tokens.
-        """
-        inputs = inputs.map_tokens(Tensor.double)
-        rows = torch.arange(len(inputs.x)) % len(self.inputs.x)
-        return RecordedCall(
-            inputs, {"output": self._run(inputs, rows)}, torch.float32, runs=self.runs
-        )
-
-    @cached_property
-    def runs(self) -> Runs:
-        """Runs on sequences in the place of the recorded one with the fewest hidden keys."""
-        mask = self.inputs.mask
-        row = 0 if mask is None or len(mask) == 1 else int(mask.flatten(1).sum(1).argmax())
-        runs = Runs(lambda x: self._run(x, torch.full((len(x.x),), row)), lambda: torch.float32)
+    def make_runs(self, call: RecordedCall) -> Runs | None:
+        """Return runs in the place of a sequence that hides no key; None where each hides some."""
+        mask = call.inputs.mask
+        rows = [0] if mask is None else mask.flatten(1).all(1).nonzero().flatten().tolist()
+        if not rows or None in (*self.entries, self.end):
+            return None
+        runs = Runs(partial(self._run, rows[0]), lambda: call.dtype)
         runs.remember("is fine", lambda: True)
         return runs
 
-    def _run(self, inputs: Inputs, rows: Tensor) -> Tensor:
-        x, lengths = inputs.x, (inputs.x.shape[1], inputs.key_source.shape[1])
+    def _run(self, row: int, inputs: Inputs) -> Tensor:
+        x, source = inputs.x, inputs.key_source
+        given = {place: self._swap(x if is_q else source) for place, is_q in self.entries.items()}
         try:
-            entries, end = self._find_places(rows[:2], lengths)
-            tokens = {"q": x, "k": inputs.key_source, "v": inputs.key_source}
-            tokens = {r: y.transpose(0, 1) if self._swaps else y for r, y in tokens.items()}
-            given = {place: tokens[role] for place, role in entries.items()}
-            output = rerun(self.model, *self._cut_arguments(rows, lengths), given, end)
-            shape = x.shape[1::-1] if self._swaps else x.shape[:2]
-            output = output.reshape(*shape, -1).double()
-            return output.transpose(0, 1) if self._swaps else output
+            arguments = self._cut_arguments(row, inputs)
+            output = run_with(given, self.end, self.model, *arguments)
+            return self._swap(output.reshape(*self._swap(x).shape[:2], -1))
         except FAILURES as error:
             raise OptionError(
-                saw=f"an attention in a {type(self.model).__name__} that does not run on {lengths} "
-                f"tokens: {describe_error(error)}",
-                needed="a model that runs on fewer tokens than those of its inputs",
+                saw=f"a {type(self.model).__name__} that does not run on {len(x)} sequences of "
+                f"{x.shape[1]} tokens: {describe_error(error)}",
+                needed="a model of any batch, and of fewer tokens than it was given",
                 do="compare layers of the two: compare(lambda x: a_layer(x), b_layer)",
             ) from error
 
-    def _find_places(
-        self, rows: Tensor, lengths: tuple[int, int]
-    ) -> tuple[dict[Place, str], Place]:
-        """Return where tokens enter the attention, with their role, and where the output is."""
-        key = (*rows.tolist(), *lengths)
-        if key not in self._places:
-            tape, _ = record_tape(self.model, *self._cut_arguments(rows, lengths))
-            site = find_sites(tape.nodes)[self.number]
-            entries = {
-                site.sources[role][n].place: role
-                for role, found in self._entries.items()
-                for n in found
-            }
-            end = site.outputs()[-1].place
-            if None in (*entries, end) or not {"q", "k"} <= {*self._entries}:
-                raise LookupError("its input is that of the model")
-            self._places[key] = entries, end
-        return self._places[key]
+    def _swap(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1) if self.swaps else x
 
-    def _cut_arguments(self, rows: Tensor, lengths: tuple[int, int]) -> tuple[Any, Any]:
-        """Return the arguments of the model for sequences with these numbers and lengths."""
-        batch, queries = self.inputs.x.shape[:2]
-        sizes = {self.inputs.key_source.shape[1]: lengths[1], queries: lengths[0]}
+    def _cut_arguments(self, row: int, inputs: Inputs) -> Any:
+        """Return the arguments of the model, with one sequence in all places."""
+        known, given = self.inputs, inputs
+        lengths = {
+            known.key_source.shape[1]: given.key_source.shape[1],
+            known.x.shape[1]: given.x.shape[1],
+        }
 
         def cut(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             for axis, size in enumerate(x.shape):
-                if size == batch and (axis == 0 or size not in sizes):
-                    x = x.index_select(axis, rows)
-                elif size in sizes:
-                    x = x.narrow(axis, 0, sizes[size])
+                if size == len(known.x) and (axis == 0 or size not in lengths):
+                    x = x.index_select(axis, torch.full((len(given.x),), row))
+                elif size in lengths:
+                    x = x.narrow(axis, 0, lengths[size])
             return x
 
-        positional, named = map_leaves(cut, self.arguments)
-        return positional, named
+        return map_leaves(cut, self.arguments)
+
+
+def _skip_moves(node: Node) -> Node:
+    """Return the tensor whose numbers another one has: moves differ where lengths do."""
+    while node.operator in MOVES:
+        [node] = node.parents
+    return node
 
 
 def _is_same(value: Tensor, x: Tensor) -> bool:

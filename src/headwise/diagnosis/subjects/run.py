@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.comparison import SEED
+from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.aligned import Reading, read_inputs, read_known_call
 from headwise.diagnosis.subjects.function import FAILURES, describe_error
@@ -47,7 +48,8 @@ class LayerRun:
     roundings: Mapping[str, float] = field(default_factory=dict)  # of each stage
     window: int | None = None  # the number of keys in its window by the config
     dropout: float | None = None  # as the model was given: 0 in eval mode, None where not known
-    placed: PlacedAttention | None = None  # to be run on other tokens
+    # Makes further runs of it, of which outputs alone are read; None where it cannot be called.
+    make_runs: Callable[[RecordedCall], Runs | None] = lambda _: None
 
 
 # Runs a model, and returns its attentions and its outputs by name.
@@ -306,7 +308,7 @@ def _record_layers_on_tape(
     """Run a model that computes attention by products of its own; None if one is not read."""
     tape, output = record_tape(model, *arguments)
     layers = []
-    for number, site in enumerate(find_sites(tape.nodes)):
+    for site in find_sites(tape.nodes):
         [data, *others] = [x for x in modules if x.covers_module(site.module)] or [None]
         if (
             data is None
@@ -316,8 +318,10 @@ def _record_layers_on_tape(
         ):
             return None
         window = None if site.is_cross else data.window
-        placed = PlacedAttention(model, arguments, number, site, call.inputs)
-        layers.append(LayerRun(site.module, call, data.model, window=window, placed=placed))
+        placed = PlacedAttention(model, arguments, site, call.inputs)
+        layers.append(
+            LayerRun(site.module, call, data.model, window=window, make_runs=placed.make_runs)
+        )
     return layers, list_output_tensors(output)
 
 
@@ -344,9 +348,9 @@ def record_layers_beside(
         call = read_inputs(site, layer.call)
         if call is None or layer.model is None:
             raise _unread_attention_error(model, site, layer)
-        placed = PlacedAttention(model, arguments, number, site, call.inputs)
+        placed = PlacedAttention(model, arguments, site, call.inputs)
         call = Reading(site, layer.model, call).read() if with_stages else call
-        layers.append(LayerRun(site.module, call, placed=placed))
+        layers.append(LayerRun(site.module, call, make_runs=placed.make_runs))
     return layers, list_output_tensors(output)
 
 

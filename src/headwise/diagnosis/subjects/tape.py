@@ -5,6 +5,7 @@ einsum, `@`, a linear layer, a fused kernel. An *activation* is a tensor that de
 of the model; weights, positions and tables do not.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ PRODUCTS = {
     "aten.addmm.default": 1,
     "aten.baddbmm.default": 1,
 }
-DETACH = "aten.detach.default"  # which torch adds where a mode keeps results
 VIEWS = {"aten.view.default", "aten._unsafe_view.default", "aten._reshape_alias.default"}
 # These move numbers, and compute none.
 MOVES = VIEWS | {
@@ -35,14 +35,16 @@ MOVES = VIEWS | {
     *("aten.slice.Tensor", "aten.select.int", "aten.unsqueeze.default", "aten.squeeze.dim"),
     *("aten.squeeze.default", "aten.squeeze.dims", "aten.clone.default", "aten.alias.default"),
     *("aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int"),
-    *(DETACH, "aten._to_copy.default"),
+    *("aten.detach.default", "aten._to_copy.default"),
 }
 ADDITIONS = {"aten.add.Tensor", "aten.add_.Tensor"}
 SCALINGS = {  # by a number where they have one tensor
     *("aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"),
 }
 SOFTMAXES = {"aten._softmax.default", "aten._safe_softmax.default", "aten.exp.default"}
-Place = tuple[int, int]  # the number of an operator in its run, and of a tensor in its result
+# An operator, how often it ran before, and which tensor of its result. Runs on other lengths have
+# other views, and the same of all else.
+Place = tuple[str, int, int]
 
 
 @dataclass(eq=False)
@@ -56,7 +58,7 @@ class Node:
     module: str = ""  # the innermost module with weights that ran
     is_activation: bool = False
     factors: tuple["Node", ...] = ()  # of a product
-    place: Place | None = None  # None for a tensor that no operator returned
+    place: Place | None = None  # None for a tensor that came from outside
     children: list["Node"] = field(default_factory=list)
 
     @property
@@ -92,7 +94,7 @@ class Tape(DispatchMode):  # type: ignore[misc]
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
-        self.module, self.step = "", 0
+        self.module, self.times = "", Counter[str]()
         self._node_of: dict[int, Node] = {}
         self._of_storage: dict[int, list[Tensor]] = {}
         for x in inputs:
@@ -111,9 +113,8 @@ class Tape(DispatchMode):  # type: ignore[misc]
             for other in self._of_storage.get(_storage(x), ()):
                 self._node_of[id(other)].value = other.clone()
         result = func(*args, **kwargs)
-        operator = str(func)
-        self.step += operator != DETACH
         factors: tuple[Node, ...] = ()
+        operator = str(func)
         if operator in PRODUCTS:
             place = PRODUCTS[operator]
             factors = tuple(self._find(x) for x in args[place : place + 2])
@@ -124,8 +125,9 @@ class Tape(DispatchMode):  # type: ignore[misc]
             if isinstance(x, Tensor) and not any(x is other for other in changed):
                 self._add(x, operator, parents, factors=factors)
         for number, x in enumerate(iterate_leaves(result)):
-            if isinstance(x, Tensor) and operator != DETACH:
-                self._node_of[id(x)].place = self.step, number
+            if isinstance(x, Tensor):
+                self._node_of[id(x)].place = operator, self.times[operator], number
+        self.times[operator] += 1
         return result
 
     def _find(self, x: Tensor) -> Node:
@@ -190,8 +192,42 @@ def _list_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     return written
 
 
+class _Replacing(DispatchMode):  # type: ignore[misc]
+    """Mode that puts tensors in the place of results, and stops where one is ``wanted``."""
+
+    def __init__(self, given: Mapping[Place, Tensor], wanted: Place) -> None:
+        super().__init__()
+        self.given, self.wanted, self.times = given, wanted, Counter[str]()
+        self.found: Tensor | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and replace its results."""
+        del types
+        result, operator, numbers = func(*args, **(kwargs or {})), str(func), count()
+        time = self.times[operator]
+        self.times[operator] += 1
+        if (operator, time) == self.wanted[:2]:
+            self.found = [*iterate_leaves(result)][self.wanted[2]]
+            raise _FoundError
+
+        def take(x: Any) -> Any:
+            given = self.given.get((operator, time, next(numbers)))
+            if given is None:
+                return x
+            given = given.reshape(x.shape).to(x.dtype)
+            return x.copy_(given) if _list_written(func, args, kwargs or {}) else given
+
+        return map_leaves(take, result)
+
+
+class _FoundError(Exception):
+    """The tensor that was wanted is there."""
+
+
 @contextmanager
-def _run_plainly(model: nn.Module) -> Iterator[None]:
+def _running_plainly(model: nn.Module) -> Iterator[None]:
     """Run a model in eval mode, with fused attention as the products that it stands for."""
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -205,58 +241,24 @@ def _run_plainly(model: nn.Module) -> Iterator[None]:
 def record_tape(
     model: nn.Module, positional: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Tape, Any]:
-    """Run a model in eval mode with all its operators recorded; return the tape and the output."""
-    given = [x for x in iterate_leaves((positional, named)) if isinstance(x, Tensor)]
-    tape = Tape(given)
-    with _run_plainly(model), tape.follow_modules(model), tape:
+    """Run a model with all its operators recorded; return the tape and the output."""
+    tape = Tape(x for x in iterate_leaves((positional, named)) if isinstance(x, Tensor))
+    with _running_plainly(model), tape.follow_modules(model), tape:
         output = model(*positional, **named)
     return tape, output
 
 
-class _ReachedError(Exception):
-    """The tensor that was wanted is there."""
-
-
-class _Replacing(DispatchMode):  # type: ignore[misc]
-    """Mode that puts tensors in the place of results, and stops where one is wanted."""
-
-    def __init__(self, given: Mapping[Place, Tensor], wanted: Place) -> None:
-        super().__init__()
-        self.given, self.wanted, self.step, self.found = given, wanted, 0, torch.empty(0)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operator, and replace its results."""
-        del types
-        result = func(*args, **(kwargs or {}))
-        if str(func) == DETACH:
-            return result
-        self.step += 1
-        if self.step == self.wanted[0]:
-            self.found = [*iterate_leaves(result)][self.wanted[1]]
-            raise _ReachedError
-        numbers = count()
-
-        def take(x: Any) -> Any:
-            given = self.given.get((self.step, next(numbers)))
-            if given is None:
-                return x
-            given = given.reshape(x.shape).to(x.dtype)
-            return x.copy_(given) if _list_written(func, args, kwargs or {}) else given
-
-        return map_leaves(take, result)
-
-
-def rerun(
+def run_with(
+    given: Mapping[Place, Tensor],
+    wanted: Place,
     model: nn.Module,
     positional: tuple[Any, ...],
     named: Mapping[str, Any],
-    given: Mapping[Place, Tensor],
-    wanted: Place,
 ) -> Tensor:
-    """Run a model as `record_tape` does, with other results of some operators; return a result."""
+    """Run a model with tensors in the place of results of its operators; return another result."""
     mode = _Replacing(given, wanted)
-    with suppress(_ReachedError), _run_plainly(model), mode:
+    with suppress(_FoundError), _running_plainly(model), mode:
         model(*positional, **named)
+    if mode.found is None:
+        raise LookupError(f"no {wanted[0]} {wanted[1]}")
     return mode.found
