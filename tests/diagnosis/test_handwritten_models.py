@@ -12,11 +12,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from headwise import compare
 from headwise.diagnosis.comparison import ModelComparison
 from headwise.diagnosis.results import Diagnosis, Verdict
+from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.aligned import arrange
+from headwise.diagnosis.subjects.run import run_beside, run_model
 from headwise.diagnosis.subjects.sites import find_sites
 from headwise.diagnosis.subjects.tape import record_tape
 from tests.quick import others_slow
@@ -154,26 +157,41 @@ def test_ways_to_write_attention_are_the_same(peer: Any, way: str) -> None:
     assert [layer.name for layer in model.layers] == [f"blocks.{n}.attend" for n in range(LAYERS)]
 
 
-FAULTS = {  # of the second layer -> its first stage
-    "q and k exchanged": "q",
-    "split inside out": "q",
-    "scale": "scores",
-    "one ahead": "scores",
-    "rescaled": "weights",
-    "merged without transpose": "output",
-    "one head at its mean": "head outputs",
+FAULTS = {  # of the second layer -> its first stage, and its cause
+    "q and k exchanged": ("q", ["q and k exchanged"]),
+    "split inside out": ("q", ["heads interleaved"]),
+    "scale": ("scores", ["scale"]),
+    "one ahead": ("scores", ["causal alignment"]),
+    "rescaled": ("weights", ["factor"]),
+    "merged without transpose": ("head outputs", ["merge without transpose"]),
+    "one head at its mean": ("head outputs", []),
 }
 
 
-@pytest.mark.parametrize("name", others_slow(FAULTS, "scale", "merged without transpose"))
-def test_a_fault_of_one_layer_is_in_its_stage(peer: Any, name: str) -> None:
+@pytest.mark.parametrize("name", others_slow(FAULTS, "scale", "one ahead"))
+def test_a_fault_of_one_layer_has_its_stage_and_its_cause(peer: Any, name: str) -> None:
     port = HandModel(peer)
     port.blocks[1].attend.fault = name  # type: ignore[union-attr]
-    _, model = compared(port, peer)
+    diagnosis, model = compared(port, peer)
     [layer] = model.differing_layers
     assert (layer.name, layer.other_name) == ("blocks.1.attend", "transformer.h.1.attn")
     assert not model.difference_outside_attention
-    assert layer.comparison.parted[0].stage == FAULTS[name]
+    assert (layer.comparison.parted[0].stage, layer.comparison.cause_names) == FAULTS[name]
+    assert "no causal mask" not in str(diagnosis)
+
+
+def test_an_attention_inside_a_model_runs_on_other_tokens(peer: Any) -> None:
+    port = HandModel(peer)
+    layer = run_beside(run_model(peer, INPUTS), port, INPUTS).layers[1]
+    runs = layer.make_runs(RecordedCall(Inputs(layer.call.inputs.x), {}))
+    assert runs is not None
+    for batch, tokens in ((5, TOKENS), (3, 2), (1, 1)):
+        x = torch.randn(batch, tokens, WIDTH).double()
+        wanted = port.blocks[1].attend(x)  # type: ignore[union-attr, operator]
+        assert_close(runs.record(Inputs(x)).stages["output"], wanted)
+    hidden = torch.ones(BATCH, 1, 1, TOKENS).bool()
+    hidden[..., 0] = False
+    assert layer.make_runs(RecordedCall(Inputs(layer.call.inputs.x, mask=hidden), {})) is None
 
 
 def test_the_output_projection_of_a_middle_layer_is_named(peer: Any) -> None:
@@ -261,6 +279,17 @@ def test_channels_and_axes_may_have_another_order() -> None:
     assert diagnosis.verdict.is_same
 
 
+def test_an_attention_with_tokens_first_runs_on_others() -> None:
+    peer = llama()
+    port = Turning(peer)
+    layer = run_beside(run_model(peer, INPUTS), port, INPUTS).layers[1]
+    runs = layer.make_runs(RecordedCall(Inputs(layer.call.inputs.x), {}))
+    assert runs is not None
+    x = torch.randn(3, 4, 40).double()
+    wanted = port.attend(x.transpose(0, 1), peer.model.layers[1].self_attn).transpose(0, 1)
+    assert_close(runs.record(Inputs(x)).stages["output"], wanted)
+
+
 def test_another_theta_is_named_in_the_known_order_of_channels() -> None:
     peer = llama()
     _, model = compared(Turning(peer, 5e4), peer)
@@ -268,6 +297,68 @@ def test_another_theta_is_named_in_the_known_order_of_channels() -> None:
         "q after rotary"
     ] * 2
     assert model.cause_names == ["rotary theta"]
+
+
+# ---- encoder and decoder ------------------------------------------------------------------------
+
+
+class Translator(nn.Module):
+    """Torch's layers, registered in another order than that of the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(61, 32)
+        layers = [nn.MultiheadAttention(32, 4, batch_first=True) for _ in range(5)]
+        self.read, *rest = layers
+        self.own, self.cross = nn.ModuleList(rest[:2]), nn.ModuleList(rest[2:])
+
+    def attend(self, layer: nn.MultiheadAttention, x: Tensor, keys: Tensor, ahead: Any) -> Tensor:
+        return layer(x, keys, keys, need_weights=False, attn_mask=ahead)[0]
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x, y = self.words(source), self.words(target)
+        ahead = torch.ones(y.shape[1], y.shape[1]).triu(1).bool()
+        x = x + self.attend(self.read, x, x, None)
+        for own, cross in zip(self.own, self.cross, strict=True):
+            y = y + self.attend(own, y, y, ahead)  # type: ignore[arg-type]
+            y = y + self.attend(cross, y, x, None)  # type: ignore[arg-type]
+        return y
+
+
+class HandTranslator(Translator):
+    """The same by products of its own, with queries of cross attention divided by ``divisor``."""
+
+    divisor = 8**0.5
+
+    def attend(self, layer: nn.MultiheadAttention, x: Tensor, keys: Tensor, ahead: Any) -> Tensor:
+        rows = zip(layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3), strict=True)
+        q, k, v = (
+            F.linear(y, w, b).unflatten(-1, (4, 8)).transpose(1, 2)
+            for y, (w, b) in zip((x, keys, keys), rows, strict=True)
+        )
+        scores = q @ k.mT / (8**0.5 if x is keys else self.divisor)
+        scores = scores if ahead is None else scores.masked_fill(ahead, -math.inf)
+        return layer.out_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("divisor", [8**0.5, 32**0.5])
+def test_attentions_are_paired_in_the_order_of_the_run(divisor: float) -> None:
+    torch.manual_seed(0)
+    original, port = Translator().eval(), HandTranslator().eval()
+    port.load_state_dict(original.state_dict())
+    port.divisor = divisor
+    tokens = torch.arange(36) * 5 % 61
+    diagnosis = compare(
+        port, original, {"source": tokens[:22].view(2, 11), "target": tokens[22:].view(2, 7)}
+    )
+    model = diagnosis.model
+    assert model is not None
+    names = ["read", "own.0", "cross.0", "own.1", "cross.1"]
+    assert [layer.other_name for layer in model.layers] == names
+    assert [layer.other_name for layer in model.differing_layers] == (
+        [] if divisor == 8**0.5 else ["cross.0", "cross.1"]
+    )
+    assert model.cause_names == ([] if divisor == 8**0.5 else ["scale"])
 
 
 # ---- models of transformers that compute attention by products of their own ---------------------

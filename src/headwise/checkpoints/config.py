@@ -79,7 +79,7 @@ _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
         "persimmon": "fuyu persimmon",
         "phi3": "phi3 phi4_multimodal",
         "qwen2": "qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text",
-        "qwen3-next": "qwen3_next",
+        "qwen3-next": "qwen3_next qwen3_5_text",
         "qwen3": "apertus dots1 qwen3 qwen3_moe qwen3_vl_text",
         "t5": "mt5 t5",
         "vit": "audio-spectrogram-transformer beit deit dinov2 dpt flava ijepa vit vit_mae "

@@ -8,13 +8,14 @@ settings and weights state, and, where the inputs are the same, whether the reco
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue, search, unseen
+from headwise.diagnosis import catalogue, probes, search, unseen
 from headwise.diagnosis.comparison import (
     SEED,
     FunctionComparison,
@@ -23,9 +24,15 @@ from headwise.diagnosis.comparison import (
     ModelComparison,
     PartedStage,
 )
+from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.model import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import (
+    AttentionModel,
+    Inputs,
+    RecordedCall,
+    key_query_distances,
+)
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, relative_difference_norm
 from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
 from headwise.errors import OptionError, ShapeError
@@ -184,12 +191,16 @@ class LayerPair:
         if (model := self._known.model) is None:
             return self._compare_stages_directly(NO_DATA)
         sides = ("second", "first") if self._known is self.theirs else ("first", "second")
-        calls = (self._known.call, self._call_to_explain)
+        given = zip(
+            (self._known.call, self._call_to_explain),
+            (self._known.stored, self.mine.stored),
+            sides,
+            strict=True,
+        )
         known, explained = (
-            search.ExplainedCalls(model, [call], [self.first.inputs], stored, side=side)
-            for call, stored, side in zip(
-                calls, (self._known.stored, self.mine.stored), sides, strict=True
-            )
+            search.ExplainedCalls(causal, [own], [self.first.inputs], stored, side=side)
+            for call, stored, side in given
+            for causal, own in [_take_causality(model, call, self._known.window)]
         )
         if known.gaps.cells_beyond_rounding and explained.gaps.cells_beyond_rounding:
             return self._compare_stages_directly(NOT_AS_STATED)
@@ -284,19 +295,23 @@ class LayerPair:
     ) -> LayerComparison:
         """Report the calls: by an exchange, else by the causes named before where they suffice."""
         parted = tuple(explained.gaps.stages_beyond_rounding)
+        shown: search.ExplainedCalls | None = None
         if exchanged_with:
             explained = replace(explained, candidates=())
         elif parted:
             likely = replace(explained, candidates=tuple(named.causes))
             is_enough = not likely.search.left.cells_beyond_rounding
-            explained = likely if is_enough or parted in named.unexplained else explained
-            if explained.search.left.cells_beyond_rounding:
-                swapped = self._explain_with_roles_swapped()
-                explained = swapped or self._explain_by_outputs(explained, named) or explained
-            if explained.search.left.cells_beyond_rounding:
+            is_known = parted in named.unexplained
+            explained = likely if is_enough or is_known else explained
+            shown = self._explain_by_outputs(explained, named, again=not is_known)
+            if shown is None and explained.search.left.cells_beyond_rounding:
                 named.unexplained.add(parted)
         blind = self._describe_blind_spot() if explained.outputs_agree else ""
         report = explained.report(**self._stated, blind=blind)
+        if shown is not None:
+            apart = tuple(replace(each, is_explained=True) for each in report.parted)
+            report = replace(report, causes=shown.causes, parted=apart)
+            explained = shown
         if not exchanged_with:
             causes = [each.cause for each in explained.search.causes]
             named.causes += [cause for cause in causes if cause not in named.causes]
@@ -304,21 +319,27 @@ class LayerPair:
         return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
 
     def _explain_by_outputs(
-        self, explained: search.ExplainedCalls, named: Named
+        self, explained: search.ExplainedCalls, named: Named, *, again: bool
     ) -> search.ExplainedCalls | None:
-        """Return what explains the outputs alone, where recorded stages have no cause.
+        """Return what explains the outputs of an attention that can be run on other tokens.
 
-        Those are outputs on the tokens that it had and, where its module can be called, on others.
+        None where one cause of the recorded stages does, or nothing does. ``again`` tries all
+        causes, and not only those of earlier layers.
         """
         [call], layer = explained.calls, self.mine if explained.side == "first" else self.theirs
-        if "output" not in call.stages:
+        runs = None if explained.outputs_agree else layer.make_runs(call)
+        if runs is None:
             return None
-        alone = explained.with_outputs_alone(layer.make_runs(call))
-        is_new = tuple(explained.gaps.stages_beyond_rounding) not in named.unexplained
-        for causes in (tuple(named.causes), catalogue.CAUSES if is_new else ()):
-            other = replace(alone, candidates=causes)
-            if causes and not other.search.left.cells_beyond_rounding:
-                return other
+        calls, names = _run_probes(runs, call, self.first.inputs)
+        causes, left = explained.search
+        is_whole = len(causes) == 1 and not left.cells_beyond_rounding
+        if is_whole and not measure_gaps(causes[0].model, calls).cells_beyond_rounding:
+            return None
+        shown = replace(explained, calls=calls, names=names)
+        for candidates in (tuple(named.causes), explained.candidates)[: 1 + again]:
+            shown = replace(shown, candidates=candidates)
+            if shown.search.causes and not shown.search.left.cells_beyond_rounding:
+                return shown
         return None
 
     def _explain_with_roles_swapped(self) -> search.ExplainedCalls | None:
@@ -362,6 +383,45 @@ class LayerPair:
             outputs_agree=outputs_agree,
             **more,
         )
+
+
+def _run_probes(runs: Runs, call: RecordedCall, name: str) -> tuple[list[RecordedCall], list[str]]:
+    """Return calls with their outputs alone: the recorded one, and those on inputs that are made.
+
+    The recorded one is left out where its output was not.
+    """
+    inputs = call.inputs
+    widths, length = (inputs.x.shape[2], inputs.key_source.shape[2]), inputs.x.shape[1]
+    lengths, crosses = (length, min(probes.FEW, length), length), inputs.source is not None
+    made = probes.make_probe_inputs(
+        widths, crosses=crosses, takes_mask=False, parts=True, lengths=lengths
+    )
+    calls = []
+    if "output" in call.stages:
+        calls.append((replace(call, stages={"output": call.stages["output"]}, runs=runs), name))
+    for probe in made:
+        with suppress(OptionError):
+            calls.append((replace(runs.record(probe.inputs), runs=runs), probe.name))
+    return [each for each, _ in calls], [each for _, each in calls]
+
+
+def _take_causality(
+    model: AttentionModel, call: RecordedCall, window: int | None
+) -> tuple[AttentionModel, RecordedCall]:
+    """Return a model that hides later keys by itself, and a call without them in its mask.
+
+    Both are as they are where the mask is no triangle, or one of a window, beside hidden keys.
+    """
+    mask, inputs = call.inputs.mask, call.inputs
+    if mask is None or inputs.source is not None or call.earlier:
+        return model, call
+    keys, ahead = mask.any(2, keepdim=True), key_query_distances(call)
+    left = None if window is None or window > ahead.amax() else window - 1
+    hides = (ahead > 0) | (False if left is None else ahead < -left)
+    if not torch.equal(*torch.broadcast_tensors(mask, keys & ~hides)):
+        return model, call
+    inputs = replace(inputs, mask=None if bool(keys.all()) else keys)
+    return model.with_settings(window=(left, 0)), replace(call, inputs=inputs)
 
 
 def compare_gradients(

@@ -456,7 +456,8 @@ def _is_cross(stack: list[ModuleCall], matrix: AttentionMatrix) -> bool:
     A source that is named decides, or else the inputs of the matrices: queries first, then keys.
     """
     for module_call in reversed(stack):
-        if module_call.is_block:
+        # A list of torch's layers makes a block of each, which attends once all the same.
+        if module_call.is_block and not isinstance(module_call.module, nn.MultiheadAttention):
             break
         if module_call.has_source:
             return True

@@ -158,3 +158,10 @@ def test_a_model_agrees_with_its_own_outputs_alone() -> None:
         relative_gap(other, RecordedCall(call.inputs, {"output": call.stages["output"][:, :, 1:]}))
         > 1
     )
+
+
+def test_a_singular_matrix_divides_nothing() -> None:
+    """A head of zeros in the output projection has any values."""
+    right = torch.eye(4).double()
+    right[2] = 0
+    assert values._divide(torch.ones(3, 4).double(), right, 1e-9) is None

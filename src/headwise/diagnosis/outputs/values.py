@@ -113,8 +113,8 @@ def _divide(product: Tensor, right: Tensor, tolerance: float) -> Tensor | None:
     """Return x of x @ right = product; None where there is none, or more than one."""
     solution = solve(right.T, product.T) if right.shape[0] < right.shape[1] else None
     if right.shape[0] == right.shape[1] and _gain(right) < 1e6:
-        inverse: Tensor = torch.linalg.inv(right)
-        return product @ inverse
+        inverse, is_singular = torch.linalg.inv_ex(right)  # of weights with a head of zeros
+        return None if is_singular else product @ inverse
     if solution is None or solution.residual > 10 * tolerance:
         return None
     return solution.x.T

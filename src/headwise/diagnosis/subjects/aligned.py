@@ -127,7 +127,7 @@ class Reading:
     def read(self) -> RecordedCall:
         """Return the call with its stages, up to the last that is right."""
         expected = self.model.predict_all_stages(self.call)
-        output = self._read_rows(self.site.later(), expected["output"])
+        output = self._read_rows(self.site.later(), expected["output"], ())
         if self._is_right("output", output):
             return self._with({"output": output})
         late = self._read_late(expected)
@@ -153,7 +153,7 @@ class Reading:
         """Return what enters the output projection, and what leaves it."""
         ends = self.site.outputs()
         ends = [x for x in ends if x.value.dim() > 2] or ends  # with tokens and batch apart
-        output = self._read_rows(reversed(ends), expected["output"])
+        output = self._read_rows(reversed(ends), expected["output"], ends[-1:])
         heads = self._read_head_outputs(expected["head outputs"])
         return {"head outputs": heads, "output": output}
 
@@ -169,8 +169,13 @@ class Reading:
         call = self.call.with_stages({stage: x})
         return not measure_gaps(self.model, [call], [stage]).cells_beyond_rounding
 
-    def _read_rows(self, nodes: Iterable[Node], like: Tensor) -> Tensor | None:
-        return find_nearest((x for n in nodes for x in arrange(n.value, like.shape)), like)[1]
+    def _read_rows(
+        self, nodes: Iterable[Node], like: Tensor, last: Iterable[Node]
+    ) -> Tensor | None:
+        """Return the rows that are right; those that are nearest in ``last`` where none are."""
+        ways = ((x for n in part for x in arrange(n.value, like.shape)) for part in (nodes, last))
+        (gap, right), (_, others) = (find_nearest(way, like) for way in ways)
+        return right if gap <= TOLERANCE else others
 
     def _read_head_outputs(self, expected: Tensor) -> Tensor | None:
         if self.site.projection is None:
@@ -341,14 +346,15 @@ class Reading:
 
 
 def _nearest_or_first(ways: Iterable[Tensor], expected: Tensor) -> Tensor | None:
-    """Return the way of reading that is nearest; the first where heads are others."""
+    """Return the way of reading that is right; the first, in the usual order, where none is."""
     ways = [x.double() for x in ways]
     same = [x for x in ways if x.shape == expected.shape]
     if not same:
         return next(iter(ways), None)
     finite = expected.nan_to_num(neginf=0.0)
     gaps = [float((x.nan_to_num(neginf=0.0) - finite).norm()) for x in same]
-    return same[gaps.index(min(gaps))]
+    is_right = min(gaps) <= TOLERANCE * float(finite.norm())
+    return same[gaps.index(min(gaps)) if is_right else 0]
 
 
 def _hide(scores: Tensor, expected: Tensor) -> Tensor:

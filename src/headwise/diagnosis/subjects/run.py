@@ -15,7 +15,7 @@ from headwise.diagnosis.outputs.runs import CLOSE, Runs
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.aligned import Reading, read_inputs, read_known_call
 from headwise.diagnosis.subjects.layers import ModuleData, read_attention_modules
-from headwise.diagnosis.subjects.places import make_runs
+from headwise.diagnosis.subjects.placed import PlacedAttention
 from headwise.diagnosis.subjects.sites import Site, find_sites
 from headwise.diagnosis.subjects.subject import (
     FAILURES,
@@ -119,14 +119,18 @@ def run_models(
     Raises:
         OptionError: as `run_model` and `run_beside`.
     """
-    known = [any(x.model for x in read_attention_modules(model)) for model in (a, b)]
-    if known == [False, True]:
-        second = run_model(b, inputs, vocabulary=vocabulary)
+    runs: list[ModelRun | None] = [None, None]
+    for number, model in enumerate((a, b)):
+        if any(x.model for x in read_attention_modules(model)):
+            with suppress(OptionError):  # of one whose modules hold weights, and do not attend
+                runs[number] = run_model(model, inputs, vocabulary=vocabulary)
+    first, second = runs
+    if first is None and second is not None:
         first = run_beside(second, a, inputs, vocabulary=vocabulary)
-    else:
-        first = run_model(a, inputs, vocabulary=vocabulary)
-        beside = partial(run_beside, first) if known == [True, False] else run_model
-        second = beside(b, inputs, vocabulary=vocabulary)
+    elif second is None and first is not None:
+        second = run_beside(first, b, inputs, vocabulary=vocabulary)
+    first = first or run_model(a, inputs, vocabulary=vocabulary)
+    second = second or run_model(b, inputs, vocabulary=vocabulary)
     return _with_roundings_of(second, first), _with_roundings_of(first, second)
 
 
@@ -211,7 +215,6 @@ def _run_twice(
             stored=stored,
             input_rounding=_measure_input_rounding(narrow.call.inputs, layer.call.inputs),
             roundings=_list_gaps(narrow.call.stages, layer.call.stages),
-            make_runs=partial(make_runs, model, arguments, layer.name),
         )
         for layer, narrow in zip(wide, single or wide, strict=True)
     ]
@@ -322,9 +325,22 @@ def record_layers(
         turns = {role: _read_turn(x, passes[x][len(before) :]) for role, x in parts.items()}
         layer = _make_layer_run(call, data, turns, dtype, [run.call for run in before])
         dropout = None if call.module is None else dropouts.get(call.module)
-        before.append(replace(layer, dropout=dropout))
+        place_at = partial(_make_runs_on_tape, model, arguments, len(layers), len(calls))
+        before.append(replace(layer, dropout=dropout, make_runs=place_at))
         layers.append(before[-1])
     return layers, list_output_tensors(output)
+
+
+@torch.no_grad()
+def _make_runs_on_tape(
+    model: nn.Module, arguments: Arguments, number: int, count: int, call: RecordedCall
+) -> Runs | None:
+    """Return further runs of a recorded attention; None where no tape shows all of them."""
+    tape, _ = record_tape(model, *arguments)
+    sites = find_sites(tape.nodes)
+    if len(sites) != count or call.earlier:
+        return None
+    return PlacedAttention(model, arguments, sites[number], call.inputs).make_runs(call)
 
 
 @torch.no_grad()
@@ -335,17 +351,21 @@ def _record_layers_on_tape(
     tape, output = record_tape(model, *arguments)
     layers = []
     for site in find_sites(tape.nodes):
-        data = next((each for each in modules if each.covers_module(site.module)), None)
+        [data, *others] = [x for x in modules if x.covers_module(site.module)] or [None]
         if (
             data is None
+            or others
             or data.model is None
             or (call := read_known_call(site, data.model)) is None
         ):
             return None
         window, mask = None if site.is_cross else data.window, call.inputs.mask
+        placed = PlacedAttention(model, arguments, site, call.inputs)
         if mask is not None and torch.equal(mask, mask[:, :1].expand_as(mask)):
             call = replace(call, inputs=replace(call.inputs, mask=mask[:, :1]))
-        layers.append(LayerRun(site.module, call, data.model, window=window))
+        layers.append(
+            LayerRun(site.module, call, data.model, window=window, make_runs=placed.make_runs)
+        )
     return layers, list_output_tensors(output)
 
 
@@ -364,14 +384,24 @@ def record_layers_beside(
     tape, output = record_tape(model, *arguments)
     sites = find_sites(tape.nodes)
     _require_as_many_attentions(model, sites, known)
-    layers = []
-    for site, layer in zip(sites, known, strict=True):
+    layers, left = [], [*range(len(sites))]
+    for layer in known:
+        number = next((n for n in left if _is_of_kind(sites[n], layer)), left[0])
+        left.remove(number)
+        site = sites[number]
         call = read_inputs(site, layer.call)
         if call is None or layer.model is None:
             raise _unread_attention_error(model, site, layer)
+        placed = PlacedAttention(model, arguments, site, call.inputs)
         call = Reading(site, layer.model, call).read() if with_stages else call
-        layers.append(LayerRun(site.module, call))
+        layers.append(LayerRun(site.module, call, make_runs=placed.make_runs))
     return layers, list_output_tensors(output)
+
+
+def _is_of_kind(site: Site, layer: LayerRun) -> bool:
+    """True if both attend to their own tokens, or both to others, and to as many."""
+    crosses = layer.call.inputs.source is not None
+    return site.is_cross == crosses and read_inputs(site, layer.call) is not None
 
 
 def _require_as_many_attentions(

@@ -5,9 +5,11 @@ einsum, `@`, a linear layer, a fused kernel. An *activation* is a tensor that de
 of the model; weights, positions and tables do not.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise.support.private_torch import DispatchMode
-from headwise.support.tensors import iterate_leaves
+from headwise.support.tensors import iterate_leaves, map_leaves
 from headwise.support.tracing import evaluation_mode
 
 # Operators by name. The place of the two factors of a product among its arguments:
@@ -40,6 +42,9 @@ SCALINGS = {  # by a number where they have one tensor
     *("aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"),
 }
 SOFTMAXES = {"aten._softmax.default", "aten._safe_softmax.default", "aten.exp.default"}
+# An operator, how often it ran before, and which tensor of its result. Runs on other lengths have
+# other views, and the same of all else.
+Place = tuple[str, int, int]
 
 
 @dataclass(eq=False)
@@ -53,6 +58,7 @@ class Node:
     module: str = ""  # the innermost module with weights that ran
     is_activation: bool = False
     factors: tuple["Node", ...] = ()  # of a product
+    place: Place | None = None  # None for a tensor that came from outside
     children: list["Node"] = field(default_factory=list)
 
     @property
@@ -88,7 +94,7 @@ class Tape(DispatchMode):  # type: ignore[misc]
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
-        self.module = ""
+        self.module, self.times = "", Counter[str]()
         self._node_of: dict[int, Node] = {}
         self._of_storage: dict[int, list[Tensor]] = {}
         for x in inputs:
@@ -118,6 +124,10 @@ class Tape(DispatchMode):  # type: ignore[misc]
         for x in iterate_leaves(result):
             if isinstance(x, Tensor) and not any(x is other for other in changed):
                 self._add(x, operator, parents, factors=factors)
+        for number, x in enumerate(iterate_leaves(result)):
+            if isinstance(x, Tensor):
+                self._node_of[id(x)].place = operator, self.times[operator], number
+        self.times[operator] += 1
         return result
 
     def _find(self, x: Tensor) -> Node:
@@ -182,20 +192,73 @@ def _list_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     return written
 
 
-@torch.no_grad()
+class _Replacing(DispatchMode):  # type: ignore[misc]
+    """Mode that puts tensors in the place of results, and stops where one is ``wanted``."""
+
+    def __init__(self, given: Mapping[Place, Tensor], wanted: Place) -> None:
+        super().__init__()
+        self.given, self.wanted, self.times = given, wanted, Counter[str]()
+        self.found: Tensor | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and replace its results."""
+        del types
+        result, operator, numbers = func(*args, **(kwargs or {})), str(func), count()
+        time = self.times[operator]
+        self.times[operator] += 1
+        if (operator, time) == self.wanted[:2]:
+            self.found = [*iterate_leaves(result)][self.wanted[2]]
+            raise _FoundError
+
+        def take(x: Any) -> Any:
+            given = self.given.get((operator, time, next(numbers)))
+            if given is None:
+                return x
+            given = given.reshape(x.shape).to(x.dtype)
+            return x.copy_(given) if _list_written(func, args, kwargs or {}) else given
+
+        return map_leaves(take, result)
+
+
+class _FoundError(Exception):
+    """The tensor that was wanted is there."""
+
+
+@contextmanager
+def _running_plainly(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode, with fused attention as the products that it stands for."""
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), evaluation_mode(model), sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
 def record_tape(
     model: nn.Module, positional: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Tape, Any]:
-    """Run a model in eval mode with all its operators recorded; return the tape and the output.
-
-    Fused attention runs as the products that it stands for.
-    """
-    given = [x for x in iterate_leaves((positional, named)) if isinstance(x, Tensor)]
-    tape, fastpath = Tape(given), torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with evaluation_mode(model), sdpa_kernel(SDPBackend.MATH), tape.follow_modules(model), tape:
-            output = model(*positional, **named)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
+    """Run a model with all its operators recorded; return the tape and the output."""
+    tape = Tape(x for x in iterate_leaves((positional, named)) if isinstance(x, Tensor))
+    with _running_plainly(model), tape.follow_modules(model), tape:
+        output = model(*positional, **named)
     return tape, output
+
+
+def run_with(
+    given: Mapping[Place, Tensor],
+    wanted: Place,
+    model: nn.Module,
+    positional: tuple[Any, ...],
+    named: Mapping[str, Any],
+) -> Tensor:
+    """Run a model with tensors in the place of results of its operators; return another result."""
+    mode = _Replacing(given, wanted)
+    with suppress(_FoundError), _running_plainly(model), mode:
+        model(*positional, **named)
+    if mode.found is None:
+        raise LookupError(f"no {wanted[0]} {wanted[1]}")
+    return mode.found

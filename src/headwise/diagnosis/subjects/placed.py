@@ -1,0 +1,95 @@
+"""Attention inside a model as a function: the model runs with other tokens where it begins."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.diagnosis.outputs.runs import Runs
+from headwise.diagnosis.simulation.model import Inputs, RecordedCall
+from headwise.diagnosis.subjects.sites import Site
+from headwise.diagnosis.subjects.subject import FAILURES, describe_error
+from headwise.diagnosis.subjects.tape import MOVES, Node, run_with
+from headwise.errors import OptionError
+from headwise.support.tensors import map_leaves
+
+
+class PlacedAttention:
+    """An attention of a model that ran in float64, to be run on other tokens, at most as many.
+
+    ``inputs`` are those that it had in the run.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Any, site: Site, inputs: Inputs) -> None:
+        self.model, self.arguments, self.inputs = model, arguments, inputs
+        self.end = _skip_moves(site.outputs()[-1]).place
+        sources = {"q": inputs.x, "k": inputs.key_source, "v": inputs.key_source}
+        nodes = [(role, node) for role in sources for node in map(_skip_moves, site.sources[role])]
+        for self.swaps in (False, True):  # True where tokens come before the batch
+            self.entries = {
+                node.place: role == "q"
+                for role, node in nodes
+                if _is_same(node.value, self._swap(sources[role]))
+            }
+            if self.entries:
+                break
+
+    def make_runs(self, call: RecordedCall) -> Runs | None:
+        """Return runs in the place of a sequence that hides no key; None where each hides some."""
+        mask = call.inputs.mask
+        rows = [0] if mask is None else mask.flatten(1).all(1).nonzero().flatten().tolist()
+        if not rows or None in (*self.entries, self.end):
+            return None
+        runs = Runs(partial(self._run, rows[0]), lambda: call.dtype)
+        runs.remember("is fine", lambda: True)
+        return runs
+
+    def _run(self, row: int, inputs: Inputs) -> Tensor:
+        x, source = inputs.x, inputs.key_source
+        given = {place: self._swap(x if is_q else source) for place, is_q in self.entries.items()}
+        try:
+            arguments = self._cut_arguments(row, inputs)
+            output = run_with(given, self.end, self.model, *arguments)
+            return self._swap(output.reshape(*self._swap(x).shape[:2], -1))
+        except FAILURES as error:
+            raise OptionError(
+                saw=f"a {type(self.model).__name__} that does not run on {len(x)} sequences of "
+                f"{x.shape[1]} tokens: {describe_error(error)}",
+                needed="a model of any batch, and of fewer tokens than it was given",
+                do="compare layers of the two: compare(lambda x: a_layer(x), b_layer)",
+            ) from error
+
+    def _swap(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1) if self.swaps else x
+
+    def _cut_arguments(self, row: int, inputs: Inputs) -> Any:
+        """Return the arguments of the model, with one sequence in all places."""
+        known, given = self.inputs, inputs
+        lengths = {
+            known.key_source.shape[1]: given.key_source.shape[1],
+            known.x.shape[1]: given.x.shape[1],
+        }
+
+        def cut(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            for axis, size in enumerate(x.shape):
+                if size == len(known.x) and (axis == 0 or size not in lengths):
+                    x = x.index_select(axis, torch.full((len(given.x),), row))
+                elif size in lengths:
+                    x = x.narrow(axis, 0, lengths[size])
+            return x
+
+        return map_leaves(cut, self.arguments)
+
+
+def _skip_moves(node: Node) -> Node:
+    """Return the tensor whose numbers another one has: moves differ where lengths do."""
+    while node.operator in MOVES:
+        [node] = node.parents
+    return node
+
+
+def _is_same(value: Tensor, x: Tensor) -> bool:
+    return value.numel() == x.numel() and torch.equal(value.double().reshape(x.shape), x.double())
