@@ -46,8 +46,8 @@ def folders(kind: str, path: Path) -> tuple[Path, Path]:
     plain = layout(layout_name(values) or "")
     for module in find_modules(plain, stored):
         kept = [head for head in range(4) if head not in PRUNED[module.layer]]
-        own = {local: stored[name] for name, local in module.tensors.items()}
-        fewer = plain.pack(take_heads(plain.unpack(own, heads=4), kept, kept))
+        tensors = {local: stored[name] for name, local in module.tensors.items()}
+        fewer = plain.pack(take_heads(plain.unpack(tensors, heads=4), kept, kept))
         stored |= {name: fewer[local].contiguous() for name, local in module.tensors.items()}
     (path / "pruned").mkdir()
     save_file(stored, path / "pruned/model.safetensors", metadata={"format": "pt"})

@@ -81,18 +81,25 @@ def load_attention(
     shapes = {local: source.headers[name].shape for name, local in module.tensors.items()}
     sizes = stored.sizes(shapes, opened.known)
     described = layout_in_layer(stored, stated, module.layer)
-    if described.function.rotary and not stated and "rotary" not in options:
+    if described.function.rotary and "rotary" not in options:
+        _check_stated_rotation(module, source, described, stated)
+    return attention_from_state(module, modules, source, described, stated, sizes, **options)
+
+
+def _check_stated_rotation(
+    module: NamedModule, source: CheckpointSource, layout: Layout, config: Config
+) -> None:
+    """Raise OptionError without a config; warn of positions in sections, which no layer has."""
+    if not config:
         raise OptionError(
-            saw=f"{source.path} has rotary {stored.name} attention and no config",
+            saw=f"{source.path} has rotary {layout.name} attention and no config",
             needed="the theta of the rotation, which no tensor holds",
             do="pass rotary=Rotary(theta=...) with the model's theta, or config=...",
         )
-    sections = config_json.rotary_section_of_layer(stated, module.layer).get("mrope_section")
-    if sections and "rotary" not in options:
+    if sections := config_json.rotary_section_of_layer(config, module.layer).get("mrope_section"):
         message = f"{module.prefix} turns by time, row and column of a token, mrope_section"
         rest = "the layer turns by one position, which is right for text without images"
-        warnings.warn(f"{message} {sections}; {rest}", stacklevel=3)
-    return attention_from_state(module, modules, source, described, stated, sizes, **options)
+        warnings.warn(f"{message} {sections}; {rest}", stacklevel=4)
 
 
 def attention_from_state(
@@ -109,10 +116,6 @@ def attention_from_state(
     """Return the layer of one module of a model; its rotation has the pairing of the layout.
 
     ``layout`` is that of the layer, see `layout_in_layer`; ``options`` override the config's.
-
-    Raises:
-        OptionError: the config contradicts the layout; a tensor of the module that nothing reads;
-            or a part of the function that neither layout, config nor options state.
     """
     _require_fitting_config(module, layout, config, sizes)
     stored = {local: state[name] for name, local in module.tensors.items()}

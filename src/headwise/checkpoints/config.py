@@ -294,10 +294,7 @@ def _read_first_count(fields: ConfigFields, names: Iterable[str]) -> int | None:
 
 
 def text_config(config: Config) -> ConfigFields:
-    """Return the section of the language model in a config of several models, else all of it.
-
-    What the section leaves out has the default of its model_type's class.
-    """
+    """Return the section of the language model, else all of the config, with `DEFAULTS`."""
     fields = ConfigFields.wrap(config)
     fields = fields.section("text_config") or fields
     missing = DEFAULTS.get(fields.text("model_type") or "", {})

@@ -118,7 +118,7 @@ def _match_layout(
     outside = (places.locate_weight_outside_attention(layout, name, roots) for name in headers)
     around = sum(place is not None for place in outside)
     sentences = tuple(fault for _, faults in checked for fault in faults)
-    heads = [own[0]["heads"] for module, own in fitting if module.stack == first.stack]
+    heads = [sizes[0]["heads"] for module, sizes in fitting if module.stack == first.stack]
     is_even = len({*heads}) == 1 or len(fits) > 1
     reasons = _describe_match_reasons(sound, fits, [] if is_even else heads)
     return CandidateLayout(layout, sound, fits, reasons, around, sentences)
