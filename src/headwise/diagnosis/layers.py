@@ -418,7 +418,7 @@ class Comparison:
 
     def _describe_overflow(self) -> str:
         """Return what is not finite in the dtype of one layer alone; "" for nothing."""
-        found = list[str]()
+        sentences = list[str]()
         for side, each in (("first", self.first), ("second", self.second)):
             if each.model is None or not is_coarser(each.dtype, torch.float64):
                 continue
@@ -426,8 +426,8 @@ class Comparison:
             calls = [RecordedCall(x.inputs, {"output": each.output(x.inputs)}) for x in given]
             names, dtype = [x.name for x in given], str(each.dtype).removeprefix("torch.")
             bad = functions.describe_not_finite(calls, names, side)
-            found += [f"in {dtype}, its own dtype, {sentence}" for sentence in bad]
-        return found[0] if len(found) == 1 else ""
+            sentences += [f"in {dtype}, its own dtype, {sentence}" for sentence in bad]
+        return sentences[0] if len(sentences) == 1 else ""
 
     @property
     def _single_calls(self) -> list[Inputs]:
