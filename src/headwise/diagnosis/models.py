@@ -200,7 +200,7 @@ class LayerPair:
         known, explained = (
             search.ExplainedCalls(causal, [own], [self.first.inputs], stored, side=side)
             for call, stored, side in given
-            for causal, own in [_take_causality(model, call, self._known.window)]
+            for causal, own in [_take_causality(model, call)]
         )
         if known.gaps.cells_beyond_rounding and explained.gaps.cells_beyond_rounding:
             return self._compare_stages_directly(NOT_AS_STATED)
@@ -406,22 +406,21 @@ def _run_probes(runs: Runs, call: RecordedCall, name: str) -> tuple[list[Recorde
 
 
 def _take_causality(
-    model: AttentionModel, call: RecordedCall, window: int | None
+    model: AttentionModel, call: RecordedCall
 ) -> tuple[AttentionModel, RecordedCall]:
     """Return a model that hides later keys by itself, and a call without them in its mask.
 
-    Both are as they are where the mask is no triangle, or one of a window, beside hidden keys.
+    Both are as they are where the mask is no triangle beside hidden keys.
     """
     mask, inputs = call.inputs.mask, call.inputs
     if mask is None or inputs.source is not None or call.earlier:
         return model, call
-    keys, ahead = mask.any(2, keepdim=True), key_query_distances(call)
-    left = None if window is None or window > ahead.amax() else window - 1
-    hides = (ahead > 0) | (False if left is None else ahead < -left)
-    if not torch.equal(*torch.broadcast_tensors(mask, keys & ~hides)):
+    keys = mask.any(2, keepdim=True)
+    seen = keys & (key_query_distances(call) <= 0)
+    if not torch.equal(*torch.broadcast_tensors(mask, seen)):
         return model, call
     inputs = replace(inputs, mask=None if bool(keys.all()) else keys)
-    return model.with_settings(window=(left, 0)), replace(call, inputs=inputs)
+    return model.with_settings(window=(None, 0)), replace(call, inputs=inputs)
 
 
 def compare_gradients(

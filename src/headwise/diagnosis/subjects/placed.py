@@ -10,9 +10,11 @@ from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.sites import Site
 from headwise.diagnosis.subjects.subject import FAILURES, describe_error
-from headwise.diagnosis.subjects.tape import MOVES, Node, run_with
+from headwise.diagnosis.subjects.tape import MOVES, Node, Place, run_with
 from headwise.errors import OptionError
 from headwise.support.tensors import map_leaves
+
+OUTSIDE: Place = ("", 0, 0)  # of a tensor that no operator computed
 
 
 class PlacedAttention:
@@ -23,12 +25,12 @@ class PlacedAttention:
 
     def __init__(self, model: nn.Module, arguments: Any, site: Site, inputs: Inputs) -> None:
         self.model, self.arguments, self.inputs = model, arguments, inputs
-        self.end = _skip_moves(site.outputs()[-1]).place
+        self.end = _find_place(site.outputs()[-1])
         sources = {"q": inputs.x, "k": inputs.key_source, "v": inputs.key_source}
-        nodes = [(role, node) for role in sources for node in map(_skip_moves, site.sources[role])]
+        nodes = [(role, node) for role in sources for node in site.sources[role]]
         for self.swaps in (False, True):  # True where tokens come before the batch
             self.entries = {
-                node.place: role == "q"
+                _find_place(node): role == "q"
                 for role, node in nodes
                 if _is_same(node.value, self._swap(sources[role]))
             }
@@ -39,7 +41,7 @@ class PlacedAttention:
         """Return runs in the place of a sequence that hides no key; None where each hides some."""
         mask = call.inputs.mask
         rows = [0] if mask is None else mask.flatten(1).all(1).nonzero().flatten().tolist()
-        if not rows or None in (*self.entries, self.end):
+        if not rows or OUTSIDE in (*self.entries, self.end):
             return None
         runs = Runs(partial(self._run, rows[0]), lambda: call.dtype)
         runs.remember("is fine", lambda: True)
@@ -84,11 +86,11 @@ class PlacedAttention:
         return map_leaves(cut, self.arguments)
 
 
-def _skip_moves(node: Node) -> Node:
-    """Return the tensor whose numbers another one has: moves differ where lengths do."""
+def _find_place(node: Node) -> Place:
+    """Return where numbers were computed: moves of them differ where lengths do."""
     while node.operator in MOVES:
         [node] = node.parents
-    return node
+    return node.place or OUTSIDE
 
 
 def _is_same(value: Tensor, x: Tensor) -> bool:

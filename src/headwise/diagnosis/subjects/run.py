@@ -351,10 +351,10 @@ def _record_layers_on_tape(
     tape, output = record_tape(model, *arguments)
     layers = []
     for site in find_sites(tape.nodes):
-        [data, *others] = [x for x in modules if x.covers_module(site.module)] or [None]
+        around = [x for x in modules if x.covers_module(site.module)]
+        data = around[0] if len(around) == 1 else None
         if (
             data is None
-            or others
             or data.model is None
             or (call := read_known_call(site, data.model)) is None
         ):
