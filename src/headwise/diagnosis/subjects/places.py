@@ -27,7 +27,7 @@ AROUND = 3  # modules around an attention that may have its projections
 TOLERANCE = default_tolerance(torch.float32)
 
 
-class Place(NamedTuple):
+class PlacedModule(NamedTuple):
     """A module that ran once in its model, and the part of it whose output is the attention's."""
 
     module: nn.Module
@@ -98,31 +98,33 @@ def make_runs(
     return None
 
 
-def _run_in_dtype_of_inputs(place: Place, wide: Place, inputs: Inputs) -> Tensor:
+def _run_in_dtype_of_inputs(place: PlacedModule, wide: PlacedModule, inputs: Inputs) -> Tensor:
     return (wide if inputs.x.dtype == torch.float64 else place).run(inputs)
 
 
 def _list_places(
     model: nn.Module, arguments: tuple[tuple[Any, ...], Any], name: str, call: RecordedCall
-) -> Iterator[Place]:
+) -> Iterator[PlacedModule]:
     """Yield the module of an attention, and those around it, where one ran once with its tokens."""
     words = name.split(".")
-    names = [".".join(words[: len(words) - n]) for n in range(min(AROUND, len(words)))]
-    inner = [*model.get_submodule(names[-1]).modules()]
-    with record_modules(inner) as runs, evaluation_mode(model):
+    names = (".".join(words[: len(words) - n]) for n in range(min(AROUND, len(words))))
+    modules = [x for each in names if (x := dict(model.named_modules()).get(each)) is not None]
+    inner = modules[-1].modules() if modules else ()
+    with record_modules(inner) as runs, suppress(*FAILURES), evaluation_mode(model):
         model(*arguments[0], **arguments[1])
-    for each in names:
-        module = model.get_submodule(each)
+    for module in modules:
         if len(runs[module]) != 1:
             continue
         given = runs[module][0]
         tokens = (x for x in (*given.args, *given.kwargs.values()) if isinstance(x, Tensor))
         if any(is_near(x, call.inputs.x, TOLERANCE) for x in tokens):
-            found = (
+            parts = (
                 part_name
                 for part_name, part in module.named_modules()
                 if len(runs[part]) == 1
                 and isinstance(output := read_first(runs[part][0].output), Tensor)
                 and is_near(output, call.stages["output"], TOLERANCE)
             )
-            yield from (Place(module, given, call, part_name) for part_name in islice(found, 1))
+            yield from (
+                PlacedModule(module, given, call, part_name) for part_name in islice(parts, 1)
+            )
