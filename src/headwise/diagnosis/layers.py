@@ -462,7 +462,7 @@ def _record(
             more = recorded.record_calls(probe.inputs)
         except OptionError as error:
             # An error of the function itself has its cause.
-            ran = isinstance(recorded, BlackBox) and recorded.has_run and error.__cause__
+            ran = recorded.has_run and error.__cause__
             if not (probe.is_optional or ran) or failed is None:
                 raise
             failed.append(f"{probe.name} ({error.saw})")

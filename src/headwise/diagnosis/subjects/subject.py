@@ -60,6 +60,11 @@ class Subject(ABC):
     dropout: float | None = None
 
     @property
+    def has_run(self) -> bool:
+        """True if it had an output, and may fail on other inputs by its own code."""
+        return False
+
+    @property
     def limits(self) -> tuple[str, ...]:
         """Sentences on how it ran, where that is not the usual way."""
         return ()
@@ -159,6 +164,11 @@ class ModuleSubject(Subject):
     def float64_layer(self) -> nn.Module:
         """The module in float64."""
         return copy.deepcopy(self.module).double()
+
+    @property
+    def has_run(self) -> bool:
+        """True if it had an output; a patched forward may take less than its model gives."""
+        return self._runs_as_given is not None
 
     @property
     def limits(self) -> tuple[str, ...]:
