@@ -315,7 +315,7 @@ def record_layers(
     dtype = coarsest((dtype, torch.float32)) if is_single else dtype
     runs: dict[nn.Module | None, list[LayerRun]] = {}  # of each module, which may attend again
     named: dict[nn.Module | None, str] = {part: name for name, part in model.named_modules()}
-    layers = []
+    layers: list[LayerRun] = []
     for call in calls:
         before = runs.setdefault(call.module, [])
         place = named.get(call.module, call.layer)  # without the number of a run
