@@ -126,11 +126,12 @@ def _judge(case: Case, diagnosis: Diagnosis) -> tuple[str, tuple[str, ...]]:
     left = [set(names) for names in case.causes]
     others = 0
     for number, names in enumerate(said):
-        match = next((fault for fault in left if fault.intersection(names)), None)
-        if match is None and number == 0:
+        is_right = any({*fault}.intersection(names) for fault in case.causes)
+        if number == 0 and not is_right:
             return "wrong", named
+        match = next((fault for fault in left if fault.intersection(names)), None)
         left = [fault for fault in left if fault is not match]
-        others += match is None
+        others += not is_right  # one cause may stand in several layers, beside others there
     if left:
         return "part", named
     return ("second" if others else "right"), named

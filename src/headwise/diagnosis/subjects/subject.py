@@ -24,6 +24,7 @@ FAILURES = (
     AssertionError,
     AttributeError,
     LookupError,
+    NameError,
     NotImplementedError,
     RuntimeError,
     TypeError,
