@@ -181,7 +181,6 @@ def _possible_sizes(layout: Layout, shapes: Shapes, counts: Mapping[str, int]) -
 
 
 def _possible_heads(layout: Layout, shapes: Shapes) -> list[int]:
-    """Return the numbers of heads that divide the length of every axis of whole heads."""
     common = 0  # which every number divides
     for name, shape in shapes.items():
         for axis, length in zip(layout.patterns[name].axes, shape, strict=False):

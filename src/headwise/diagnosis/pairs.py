@@ -97,24 +97,20 @@ class _Pairs:
 
     @cached_property
     def every(self) -> list[Trial]:
-        """All variants, and their parts."""
         limited = Trials(replace(self.evidence, fitted={}, is_limited=True), self.causes)
         sides = product((self.trials, limited), self.causes)
         return [trial for trials, cause in sides for trial in trials.of_cause(cause)]
 
     @cached_property
     def parted(self) -> tuple[Cell, ...]:
-        """The cells of the stage that part."""
         return tuple(self.evidence.parted_calls_and_heads(self.stage))
 
     @cached_property
     def by_size(self) -> list[int]:
-        """The numbers of the calls that part, the smallest first."""
         numbers = {number for _, number, _ in self.parted}
         return sorted(numbers, key=lambda n: self.evidence.calls[n].inputs.x.numel())
 
     def order_firsts(self, firsts: Sequence[Trial]) -> list[Trial]:
-        """Return the firsts that leave least of all calls, a few of each cause."""
         left = {id(trial): self._left_in_calls(trial) for trial in firsts}
         ordered = sorted(firsts, key=lambda trial: (left[id(trial)], trial.cost))
         counts = Counter[Cause]()
@@ -138,7 +134,6 @@ class _Pairs:
 
     @cached_property
     def _bounds(self) -> dict[int, Tensor]:
-        """The difference that rounding explains in each call that parts, by its number."""
         model, calls = self.evidence.model, self.evidence.calls
         return {
             n: gaps.allowed_difference(model.prepare_stage(self.stage, calls[n])).amax()
@@ -154,7 +149,6 @@ class _Pairs:
         return gaps.absolute_difference(predicted, actual)
 
     def after(self, firsts: Iterable[Trial], *, in_parts: bool = True) -> list[NamedCause]:
-        """Return the best pair whose second cause is found after the first, also in a part."""
         pairs = list[list[NamedCause]]()
         for trial in firsts:
             key = trial.cause, str(trial.variant.parameters), trial.variant.heads
@@ -220,7 +214,6 @@ class _Pairs:
         return gaps.all_heads_agree_within_rounding(trial.variant.model, call, self.stage, heads)
 
     def _explains(self, model: AttentionModel) -> bool:
-        """True if every cell of the stage that parts is explained, and no other parts then."""
         evidence = self.evidence
         after = measure_gaps(model, evidence.calls, [self.stage])
         return not {*after.cells_beyond_rounding} - {*self.parted} and all(
@@ -237,7 +230,6 @@ class _Pairs:
         return [*steps, *sorted(others, key=self._left_in_smallest_call)][:NEAREST]
 
     def joined(self) -> list[NamedCause]:
-        """Return two changes of the model that explain the stage together."""
         fitting = 0
         for number, groups in enumerate(pairs := self._list_pairs()):
             names = " and ".join(group[0].cause.name for group in groups)
@@ -360,7 +352,6 @@ class _Pairs:
 
     @cached_property
     def _agreeing_rows(self) -> Tensor:
-        """True for each row of the smallest call that rounding explains."""
         small = self.trials.smallest[self.stage]
         apart = self._difference(self.evidence.model, small.call)
         assert apart is not None
@@ -391,7 +382,6 @@ class _Pairs:
     def _fitted(
         self, pair: Sequence[Trial], cells: Sequence[Cell], starts: Sequence[Sequence[float]] = ()
     ) -> tuple[Trial, Trial, Trial] | None:
-        """Return two trials with numbers that fit together, and the trial of the joined model."""
         families = [trial.family for trial in pair if trial.family is not None]
         if len(families) > 1 and not starts:
             grid = [(t.number, *t.family.starts[::THIN]) for t in pair if t.family is not None]
@@ -414,7 +404,6 @@ class _Pairs:
     def _join(
         self, pair: Sequence[Trial], models: Sequence[AttentionModel]
     ) -> AttentionModel | None:
-        """Return the model with two changes; ``models`` are those of families."""
         each = iter(models)
         parts = [t.variant.model if t.family is None else next(each) for t in pair]
         return merge_models(self.evidence.model, *parts)
@@ -425,7 +414,6 @@ def _is_step(trial: Trial) -> bool:
 
 
 def _add_family(families: list[tuple[Tensor, list[Trial]]], trial: Trial, change: Tensor) -> None:
-    """Add a trial of a family to those that change the smallest call in the same way."""
     for other, group in families:
         if float((change - other).norm()) < ALIKE * float(other.norm()):
             group.append(trial)
@@ -434,7 +422,4 @@ def _add_family(families: list[tuple[Tensor, list[Trial]]], trial: Trial, change
 
 
 def _as_pair(first: NamedCause, second: NamedCause) -> list[NamedCause]:
-    return [
-        replace(first, partner=second.name),
-        replace(second, partner=first.name),
-    ]
+    return [replace(first, partner=second.name), replace(second, partner=first.name)]

@@ -256,7 +256,6 @@ class Trials:
     def _with_plain_number(
         self, trial: Trial, cells: Sequence[Cell]
     ) -> tuple[Variant, Gaps] | None:
-        """Return the variant with a plain number that explains these cells too, and its gaps."""
         evidence, stages = self.evidence, recorded_stages_of(trial.cause, self.evidence)
         for number in () if trial.family is None else trial.family.list_plain(trial.number):
             plain = trial.with_number(number)
@@ -320,7 +319,6 @@ def is_cell_explained(cell: Cell, before: Gaps, after: Gaps) -> bool:
 def _apply_variant_in_cells(
     variant: Variant, evidence: Evidence, after: Gaps, cells: Sequence[Cell]
 ) -> tuple[AttentionModel, bool]:
-    """Return the model with the fault where it explains, and whether that is in part only."""
     explained = {stage for stage, _, _ in cells}
     broken = after.cells_beyond_rounding
     before, changed = evidence.model.weights, variant.model.weights

@@ -229,7 +229,6 @@ def _another_group(evidence: Evidence) -> Variants:
 def _models_by_kv_head(
     evidence: Evidence, places: tuple[int, ...]
 ) -> Iterator[tuple[dict[str, str], AttentionModel]]:
-    """Yield models whose heads take these kv heads, and of what: both, keys or values alone."""
     if any(list_misshapen_stages(evidence.model, call) for call in evidence.calls):
         return  # the recorded layer has another number of them
     of_keys, of_values = ("scores",), ("head outputs",)

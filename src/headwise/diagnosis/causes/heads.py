@@ -56,7 +56,6 @@ def _models_without_heads(evidence: Evidence) -> list[tuple[AttentionModel, tupl
 def _take(
     model: AttentionModel, heads: tuple[int, ...], kv_heads: tuple[int, ...]
 ) -> AttentionModel:
-    """Return the model of these heads alone."""
     settings = replace(model.settings, num_heads=len(heads), num_kv_heads=len(kv_heads))
     rule = settings.score_bias
     if isinstance(rule, AlibiRule):
@@ -106,7 +105,6 @@ def _has_heads_of_its_queries(call: RecordedCall, queries: str) -> bool:
 
 
 def _match_heads(model: AttentionModel, call: RecordedCall, stage: str) -> tuple[int, ...] | None:
-    """Return the model's head that each recorded head is, by its queries or keys."""
     forced, recorded = model.prepare_stage(stage, call), call.stages[stage]
     predicted, bound = forced.result, gaps.allowed_difference(forced)
     if recorded.shape[::3] != predicted.shape[::3] or recorded.shape[2] != predicted.shape[2]:
@@ -190,7 +188,6 @@ class _Merged:
         )
 
     def parameters(self, num_heads: int) -> dict[str, object]:
-        """Return the groups, and the heads that are gone or in another order."""
         stated: dict[str, object] = {
             "kv heads": ", ".join("+".join(map(str, group)) for group in self.groups)
         }
@@ -202,7 +199,6 @@ class _Merged:
 
 
 def _narrowest_dtype(weights: State) -> torch.dtype:
-    """Return the narrowest dtype that holds all of these numbers."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if all(torch.equal(x.to(dtype).to(x), x) for x in weights.values()):
             return dtype
@@ -210,7 +206,6 @@ def _narrowest_dtype(weights: State) -> torch.dtype:
 
 
 def _kv_heads_merged(evidence: Evidence) -> Variants:
-    """Yield the model with the means of those kv heads that the recorded heads read."""
     stages = [evidence.shown_stages[role] for role in "qkv"]
     if not evidence.parted_calls_and_heads(*stages[1:]):
         return

@@ -30,13 +30,11 @@ CAUSAL = "a query attends to keys up to its own position"
 
 
 def _is_causal(evidence: Evidence) -> bool:
-    """True if the settings hide later keys."""
     settings = evidence.model.settings
     return settings.causal or (settings.sides is not None and settings.sides[1] == 0)
 
 
 def _longest(evidence: Evidence) -> int:
-    """Return the number of keys of the longest call."""
     return max(call.key_positions.shape[1] for call in evidence.calls)
 
 
@@ -76,7 +74,6 @@ def _causal_mask_missing(evidence: Evidence) -> Variants:
 
 
 def _has_padding(evidence: Evidence) -> bool:
-    """True if the mask of a call hides other keys than later ones."""
     return any(not _is_causal_mask(call) for call in evidence.calls)
 
 
@@ -357,7 +354,6 @@ def _number_hidden(scope: str, number: float, word: str, forced: ForcedStage) ->
 
 
 def _find_hidden(scope: str, forced: ForcedStage, scores: Tensor) -> Tensor:
-    """Return True at the keys that a mask, the settings or both hide."""
     mask = forced.call.inputs.mask
     by_mask = torch.zeros_like(scores, dtype=torch.bool) if mask is None else ~mask
     by_settings = ~visible_keys(forced.with_inputs(mask=None))
@@ -370,7 +366,6 @@ def _find_hidden(scope: str, forced: ForcedStage, scores: Tensor) -> Tensor:
 
 
 def _score_all_keys(forced: ForcedStage) -> Tensor:
-    """Return the scores of all keys, with the bias by distance, as if none was hidden."""
     model = forced.model.with_settings(causal=False, window=None)
     return replace(forced, model=model).with_inputs(mask=None).usual_result()
 

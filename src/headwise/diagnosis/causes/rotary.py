@@ -88,7 +88,6 @@ def _leave_cached_keys(keys: Tensor, forced: ForcedStage) -> Tensor:
 
 
 def _add_rotation(model: AttentionModel, pairing: Pairing, theta: float) -> Variant:
-    """Return the model with a rotation of all channels."""
     width = model.weights["wq"].shape[1] // 2 * 2
     rotary = RotaryRule(theta, width, pairing, scaling=None)
     parameters = {"rotary": pairing, "theta": theta}
@@ -289,7 +288,6 @@ def _rotary_on_values(evidence: Evidence, rotary: RotaryRule) -> Variants:
 
 
 def _turn_values(forced: ForcedStage) -> Tensor:
-    """Return values that turn as keys do, or head outputs of such values."""
     rule, channels = forced.settings.rotation, forced.model.weights["wv"].shape[1]
     if rule is None or count_channels(rule) > channels:  # by another cause
         return forced.usual_result()
