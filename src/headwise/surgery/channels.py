@@ -99,7 +99,6 @@ def record_products(
 
 
 def _projections(heads: ModelHeads, name: str) -> tuple[nn.Module, nn.Module]:
-    """Return the modules that project queries and keys; one module may project both."""
     if name in heads.layers:
         layer = heads.layers[name]
         return layer.q_proj, layer.k_proj
@@ -187,7 +186,6 @@ def _moments(matrix: Tensor, products: Tensor, *, centred: bool) -> Tensor:
 
 
 def _real(moments: Tensor, weights: Tensor, places: Tensor) -> Channels:
-    """Return all of these channels as one set."""
     return Channels(
         moments[..., places, :][..., places][None],
         weights[..., places, :][..., places][None],

@@ -182,7 +182,6 @@ class Search:
         ]
 
     def _list_heads(self, steps: list[Step]) -> Heads:
-        """Return the heads of these steps, by layer."""
         heads: Heads = {name: [] for name in self.layers}
         for unit in chain(*steps):
             for name in unit.layers:
@@ -202,6 +201,5 @@ def _size(steps: Sequence[Step]) -> int:
 
 
 def _first_steps(steps: list[Step], most: int) -> list[Step]:
-    """Return the first steps with at most so many heads."""
     sizes = accumulate(_size([step]) for step in steps)
     return [step for step, size in zip(steps, sizes, strict=True) if size <= most]

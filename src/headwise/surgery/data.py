@@ -63,7 +63,6 @@ class Data:
 
 
 def _halve(value: Any) -> tuple[list[Any], list[Any]]:
-    """Return the first and the second half of the sequences of one input."""
     count = _batch(value)
     if count < 2:
         raise OptionError(
@@ -86,7 +85,6 @@ def _rows(value: Any, rows: slice, count: int) -> Any:
 
 
 def _main_tensor(given: ModelInput) -> Tensor | None:
-    """Return the tensor that holds the sequences: the token ids, or else the first one."""
     parts = (*given.positional, *given.named.values())
     first = next((part for part in parts if isinstance(part, Tensor) and part.dim() > 1), None)
     ids = token_ids(given)

@@ -157,7 +157,6 @@ def _find_changes(
 
 
 def _find_biases(place: Place, built: nn.Module) -> tuple[str, ...]:
-    """Return the biases of an attention that a class builds."""
     patterns, names = place.layout.patterns, built.state_dict().keys()
     held = {t for n, p in patterns.items() if place.name + n in names for t in p.tensors}
     return tuple(name for name in BIASES if name in held)
@@ -166,7 +165,6 @@ def _find_biases(place: Place, built: nn.Module) -> tuple[str, ...]:
 def _shapes_after(
     heads: HeadPlaces, cut: Mapping[str, Shapes], biases: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the model after the cut, by its name."""
     shapes = {name: tuple(x.shape) for name, x in heads.state.items()}
     for name in {**cut, **biases}:
         place, sizes = heads.places[name], heads.places[name].sizes(heads.state)
@@ -180,7 +178,6 @@ def _shapes_after(
 def _find_differences(
     model: nn.Module, made: Mapping[str, tuple[int, ...]], built: nn.Module, words: str
 ) -> Iterator[str]:
-    """Yield what a class builds in another way than the cut model."""
     wanted = {name: tuple(x.shape) for name, x in built.state_dict().items()}
     for name in sorted({*made, *wanted}):
         if made.get(name) != wanted.get(name):

@@ -262,10 +262,7 @@ class Basis(Step):
     def apply(self, state: State) -> State:
         """Return the tensors in the other basis, computed in float64 and rounded once."""
         turned = dict(state)
-        for basis, ours, theirs in (
-            (self.key, KEYS, ("wq", "bq")),
-            (self.value, VALUES, ("wo",)),
-        ):
+        for basis, ours, theirs in ((self.key, KEYS, ("wq", "bq")), (self.value, VALUES, ("wo",))):
             if basis is None:
                 continue
             exact = basis.double()
