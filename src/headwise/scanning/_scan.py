@@ -148,7 +148,6 @@ class _Collector:
         self._is_new = True
 
     def add(self, call: CapturedCall) -> None:
-        """Reduce one attention call to summaries, and merge them into those of its layer."""
         self._calls += 1
         self._progress(call.layer, self._calls, 0)
         self._first = self._first or call.layer

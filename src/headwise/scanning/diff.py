@@ -312,7 +312,6 @@ def _has_same_entries(before: ScanReadings, after: ScanReadings, name: str) -> b
 def _head_distances(
     before: ScanReadings, after: ScanReadings, names: tuple[str, ...]
 ) -> list[Tensor]:
-    """Return, for each layer, the distances (heads of before, heads of after)."""
     scanned = [list(layer.heads) for layer in before.layer_scans]
     totals = [torch.zeros(len(heads), len(heads), dtype=torch.float64) for heads in scanned]
     counts = [torch.zeros_like(total) for total in totals]

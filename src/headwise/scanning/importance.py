@@ -103,11 +103,7 @@ def prepare(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[model_inputs
 
 
 def gradients(
-    model: nn.Module,
-    inputs: Any,
-    *,
-    loss: Loss | None = None,
-    layers: selection.Layers = None,
+    model: nn.Module, inputs: Any, *, loss: Loss | None = None, layers: selection.Layers = None
 ) -> HeadScan:
     """Measure ``gate_gradient``, ``gate_gradient_normalised`` and ``taylor`` of every head.
 
@@ -207,7 +203,6 @@ class Gates(_Watcher):
 
 
 def _add_gradients(layer: LayerScan, gradients: list[Tensor]) -> None:
-    """Add the gradients (batch, heads, queries) of all gates of a layer to its sums."""
     signed = torch.stack([gradient.sum(-1) for gradient in gradients]).sum(0)
     absolute = torch.stack([gradient.abs().sum(-1) for gradient in gradients]).sum(0)
     gate, taylor = signed.abs().sum(0).cpu(), absolute.sum(0).cpu()
@@ -325,7 +320,6 @@ class _HeadAblation(_Watcher):
         self._shapes: dict[str, torch.Size] = {}  # of each layer's head outputs, for this input
 
     def __call__(self, call: CapturedCall) -> Tensor | None:
-        """Return the head outputs with the head that is off replaced, or None in a first pass."""
         index, self._call_index = self._call_index, self._call_index + 1
         outputs = require_not_none(call.outputs)
         if self._off is None:
@@ -483,7 +477,6 @@ def _mean_cross_entropies(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
 def _run_losses(
     model: nn.Module, model_input: model_inputs.ModelInput, recorder: Recorder, loss: Loss | None
 ) -> Float[Tensor, " batch"]:
-    """Run a model, and return the loss of each sequence in float64."""
     output, inputs = recorder.run(model_input), model_input.original
     if loss is None:
         loss = partial(next_token, vocabularies=find_vocabularies(model, recorder))

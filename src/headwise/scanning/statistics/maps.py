@@ -112,8 +112,6 @@ class _TokenBlocks:
 
 
 class _Cells(NamedTuple):
-    """The sums of a map so far."""
-
     total: Tensor  # (heads, blocks of queries, blocks of keys)
     counted: Tensor  # (heads, blocks of queries)
     queries: _TokenBlocks
@@ -262,7 +260,6 @@ class MapOfShares(statistic.Statistic):
 
 
 def _parts_of_largest(weight: str, *axes: int | str) -> Parts:
-    """Return the parts of a list of weights, with the key and the token of each."""
     numbers = dict.fromkeys(("key", "token"), statistic.SummaryPart(axes=axes, values="integer"))
     return {weight: statistic.SummaryPart(axes=axes, values="weight"), **numbers}
 
