@@ -219,7 +219,6 @@ _NAMES = tuple(AXES)
 
 
 def _labelled_tensor(tensor: str, sizes: Mapping[str, int]) -> Tensor:
-    """Return a canonical tensor whose entries encode the tensor, the head and the channel."""
     axes = AXES[tensor]
     entries = torch.full([sizes[axis] for axis in axes], _NAMES.index(tensor))
     for names in (_PER_HEAD, _WITHIN):

@@ -310,7 +310,6 @@ def _parse_axes(tokens: list[str], text: str) -> Iterator[PatternAxis]:
 
 
 def _parse_product_axis(tokens: list[str], text: str) -> PatternAxis:
-    """Parse an axis in round brackets, after the opening bracket."""
     before: list[str] = []
     blocks: tuple[PatternBlock, ...] = ()
     after: list[str] = []
