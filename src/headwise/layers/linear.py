@@ -78,7 +78,6 @@ class _Linear(torch.autograd.Function):
 
 
 def _is_supported_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """True if oneDNN's product supports these tensors."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return (
         private_torch.HAS_ONEDNN_LINEAR
