@@ -351,14 +351,12 @@ def _require_trusted_code(folder: Path, transformers: Any, *, trusted: bool) -> 
 
 
 def _class_of_config(transformers: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the class of a model, and its config as an object of transformers."""
     kind = type(transformers.AutoConfig.for_model(values["model_type"]))
     config = kind.from_dict(dict(values))
     return _model_class(transformers, config, trusted=False), config
 
 
 def _model_class(transformers: Any, config: Any, *, trusted: bool) -> Any:
-    """Return the class that the configuration names, else the causal or the base class."""
     auto_map = getattr(config, "auto_map", None) or {}
     if trusted and auto_map:
         names = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
@@ -429,7 +427,6 @@ def _require_fitting_weights(folder: Path, info: dict[str, Any], model: Any) -> 
 
 
 def _quantisation_method(folder: Path) -> str | None:
-    """Return the quantisation that a folder's config names; None without one."""
     stated = read_config(folder).get("quantization_config")
     if stated is None:
         return None
@@ -445,7 +442,6 @@ def _quantised_error(folder: Path, method: str, reason: str) -> OptionError:
 
 
 def _describe_differences(info: dict[str, Any], folder: Path, model: Any) -> Iterator[str]:
-    """Yield notes on weights that the file or the model lacks, and on an adapter beside them."""
     state = model.state_dict()
     # weights that are all 0, such as the biases that nanoGPT's files leave out, count as there
     missing = sorted(n for n in info["missing_keys"] if n not in state or bool(state[n].any()))
