@@ -171,7 +171,6 @@ def report_meta(
 
 
 def _opening_meta(report: view.ScanReport) -> dict[str, int] | None:
-    """Return the head and the token of the link that the page opens with, if there is one."""
     link = find_strongest_link(report.scan, report.name_of)
     return None if link is None else dict(zip(("layer", "head", "token"), link, strict=True))
 
@@ -225,7 +224,6 @@ def _scan_meta(
 
 
 def _drawn_statistics(scan: HeadScan, diff: ScanDiff | None) -> list[view.DrawnStatistic]:
-    """Return the statistics of a scan; those of two scans have one scale, and the total change."""
     drawn = view.drawn_statistics(scan)
     if diff is None:
         return drawn
