@@ -172,7 +172,6 @@ def _count_attending_by_dense_mask(problem: KernelInput, queries: Tensor) -> Ten
 
 
 def _mask_if_bias_hides_nothing(problem: KernelInput) -> BoundMask | None:
-    """Return the mask, or None if the score bias may hide keys too."""
     return None if problem.bias.may_hide else problem.mask
 
 
