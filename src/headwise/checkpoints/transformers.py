@@ -223,7 +223,8 @@ def load(
     measure_model_bytes(folder)
     transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    model, info = _load_model(folder, transformers, options, dtype or "auto")
+    model, info = _read_model(folder, transformers, options, dtype or "auto")
+    _require_fitting_weights(folder, info, model)
     config = model.config
     if "input_ids" not in inspect.signature(model.forward).parameters:
         argument = next(iter(inspect.signature(model.forward).parameters), "no argument")
@@ -253,15 +254,6 @@ def load(
         start=_read_decoder_start_token(config),
         notes=tuple(_describe_differences(info, parent, model)),
     )
-
-
-def _load_model(
-    folder: Path, transformers: Any, options: dict[str, Any], dtype: torch.dtype | str
-) -> tuple[Any, dict[str, Any]]:
-    """Return the model of a folder, and which weights transformers did not find, place or fit."""
-    model, info = _read_model(folder, transformers, options, dtype)
-    _require_fitting_weights(folder, info, model)
-    return model, info
 
 
 def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:

@@ -203,6 +203,7 @@ class Gates(_Watcher):
 
 
 def _add_gradients(layer: LayerScan, gradients: list[Tensor]) -> None:
+    """Add the gradients (batch, heads, queries) of all gates of a layer to its sums."""
     signed = torch.stack([gradient.sum(-1) for gradient in gradients]).sum(0)
     absolute = torch.stack([gradient.abs().sum(-1) for gradient in gradients]).sum(0)
     gate, taylor = signed.abs().sum(0).cpu(), absolute.sum(0).cpu()

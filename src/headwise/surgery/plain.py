@@ -53,7 +53,7 @@ def find_plain_config(
         stored: the config as its file has it; that of the model if None.
     """
     config = dict(heads.config if stored is None else stored)
-    after = {name: _counts_after(shapes) for name, shapes in cut.items()}
+    after = {name: (s["wq"][0], s["wk"][0], s["wq"][1]) for name, s in cut.items()}
     edited, obstacle = _edit_counts(config, heads, after)
     if any("bo" in shapes and "bo" not in shapes_of(heads, name) for name, shapes in cut.items()):
         section = _section(edited)
@@ -108,15 +108,11 @@ def add_biases(state: State, names: tuple[str, ...]) -> State:
     return {**state, **zeros}
 
 
-def _counts_after(shapes: Shapes) -> Counts:
-    return shapes["wq"][0], shapes["wk"][0], shapes["wq"][1]
-
-
 def _edit_counts(
     config: Mapping[str, Any], heads: HeadPlaces, cut: Mapping[str, Counts]
 ) -> tuple[dict[str, Any], str]:
     """Return the config with the counts of the cut, and the reason why it cannot state them."""
-    edited = _copy(config)
+    edited = {name: dict(x) if isinstance(x, dict) else x for name, x in config.items()}
     old = {name: counts_of(spec) for name, spec in heads.specs.items()}
     new = {**old, **cut}
     if old == new:
@@ -140,10 +136,6 @@ def _section(config: dict[str, Any]) -> dict[str, Any]:
     """Return the section of the language model in a config of several models, else all of it."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
-
-
-def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: dict(x) if isinstance(x, dict) else x for name, x in config.items()}
 
 
 def _find_changes(

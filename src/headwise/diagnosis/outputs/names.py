@@ -184,7 +184,8 @@ class _Search:
         for count in (2, 3):  # one alone is read
             for together in combinations([role for role in "qkv" if role in biased], count):
                 if roles & {*together}:
-                    yield _drop_biases(together)
+                    name = MapName(BIAS_MISSING, "", together)
+                    yield Move(name, BiasDropped(together, parts=BIASES))
         for role in sorted(roles):
             for head in range(self.sizes.count_heads(role)):
                 yield _zero_head(role, head)
@@ -384,10 +385,6 @@ def _clear_heads(heads: tuple[int, ...], x: Tensor) -> Tensor:
     x = x.clone()
     x[list(heads)] = 0
     return x
-
-
-def _drop_biases(roles: tuple[str, ...]) -> Move:
-    return Move(MapName(BIAS_MISSING, "", roles), BiasDropped(roles, parts=BIASES))
 
 
 def _drop_bias_of_heads(role: str, heads: tuple[int, ...]) -> Move:

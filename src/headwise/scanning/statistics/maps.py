@@ -460,10 +460,6 @@ def find_largest(weights: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     return share, columns.gather(-1, place)
 
 
-def _range_of(part: slice) -> range:
-    return range(part.start, part.stop)
-
-
 class _Rows(NamedTuple):
     """The largest weights of every query of the chosen heads, so far."""
 
@@ -548,7 +544,8 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
 
     def update(self, gathered: _Rows, tile: WeightTile) -> None:
         """Store the largest weights of the tile's rows; a tile holds whole rows."""
-        stored = [n for n, head in enumerate(gathered.heads) if head in _range_of(tile.heads)]
+        here = range(tile.heads.start, tile.heads.stop)
+        stored = [n for n, head in enumerate(gathered.heads) if head in here]
         if not stored:
             return
         heads = [gathered.heads[nth] - tile.heads.start for nth in stored]
