@@ -265,7 +265,6 @@ def _can_compare_as_weights(a: object, b: object) -> bool:
 
 
 def _compare_stored_weights(*sides: Any) -> Diagnosis:
-    """Compare two sets of weights; of a module, those in its state dict."""
     module = next((side for side in sides if isinstance(side, nn.Module)), None)
     config = None
     if module is not None and not isinstance(module, NAMED_LAYERS):

@@ -214,7 +214,6 @@ def _group_values_by_name(fits: tuple[Sizes, ...]) -> dict[str, list[int]]:
 def _describe_match_reasons(
     modules: tuple[NamedModule, ...], fits: tuple[Sizes, ...], heads: list[int]
 ) -> tuple[str, ...]:
-    """Return names and sizes; ``heads`` are those of each layer where they differ."""
     names = ", ".join(list(modules[0].tensors)[:NAMED])
     more = " ..." if len(modules[0].tensors) > NAMED else ""
     shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")

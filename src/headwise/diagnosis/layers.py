@@ -345,7 +345,6 @@ class Comparison:
     def _explain_with_roles_swapped(
         self, calls: Sequence[RecordedCall], forward: search.ExplainedCalls
     ) -> search.ExplainedCalls | None:
-        """Return the known calls as the doubtful one explains them, if that needs fewer causes."""
         # So a part is named that the doubtful one has and the known one lacks.
         model, side = self.doubtful.model, "second" if self.doubtful is self.first else "first"
         if model is None or not self.runs_as_stated:

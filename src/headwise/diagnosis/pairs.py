@@ -84,8 +84,6 @@ def _find_pair_of_stage(
 
 @dataclass(eq=False)
 class _Pairs:
-    """Pairs of causes that show in a stage that parts."""
-
     evidence: Evidence
     stage: str
     causes: Sequence[Cause]

@@ -298,7 +298,6 @@ def _describe_cell_lengths(cells: Sequence[DrawnCell]) -> str:
 
 
 def _wrap_cells_into_lines(cells: Sequence[DrawnCell]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the start and the names of each line: a repeated part, or a tensor, in short lines."""
     kinds = [cell.owners[0][0] for cell in cells]
     runs = [kind for kind, _ in groupby(kinds)]
     comes_again = len(set(runs)) < len(runs)

@@ -438,8 +438,6 @@ def _solve_axis(
 
 
 def _nearest_fitting(axis: PatternAxis, length: int, sizes: Sizes, count: str, unknown: str) -> str:
-    """Return the nearest counts with which the axis has a whole number of the unknown."""
-
     def fits(n: int) -> bool:
         at_1, at_2 = (axis.size(sizes | {count: n, unknown: size}) for size in (1, 2))
         size, rest = divmod(length - at_1 + (at_2 - at_1), at_2 - at_1)

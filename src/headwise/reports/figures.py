@@ -376,7 +376,6 @@ def _plot_token(
 def _describe_answer(
     answer: TokenWeights, marked: Sequence[tuple[int, float]], direction: Direction
 ) -> str:
-    """Return how exact an answer is, and how much of all weight it shows, as the page says it."""
     ranks, total = answer.ranks, sum(weight for _, weight in answer.pairs)
     if not answer.pairs:
         return "none" if ranks is None else f"none among the top {ranks}"

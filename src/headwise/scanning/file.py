@@ -389,7 +389,6 @@ def _check_scan_fields(about: dict[str, Any]) -> None:
 def _match_statistic(
     saved: Mapping[str, Any], known: Mapping[str, list[Statistic]], path: Path, version: str
 ) -> Statistic:
-    """Return the known statistic of a saved name, if both have the same meaning."""
     named, name = known.get(saved["name"], []), shorten_for_message(saved["name"])
     if not named:
         raise OptionError(

@@ -311,7 +311,6 @@ class Recorder:
     def _join_divided_heads(
         self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor
     ) -> tuple[AttentionMatrix, Tensor, Tensor]:
-        """Return the operands of all heads, if the call computes some of them that are divided."""
         stack = self.stack
         if not self._has_divided_weights or not stack:
             return matrix, v, outputs

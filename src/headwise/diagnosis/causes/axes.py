@@ -267,7 +267,6 @@ PARTS_OF_HEADS: Mapping[str, tuple[str, ...]] = {
 
 
 def _one_head_for_all(evidence: Evidence) -> Variants:
-    """Yield models in which all heads have what the first or the last one has of a part."""
     model, heads = evidence.model, evidence.model.settings.num_heads
     for head in dict.fromkeys((0, heads - 1)):
         for part, names in PARTS_OF_HEADS.items():

@@ -91,8 +91,6 @@ def _find_rounding(dtype: torch.dtype, slopes: Tensor, places: Tensor) -> Tensor
 
 
 def _compute_from_rounded(dtype: torch.dtype, parts: Sequence[str], forced: ForcedStage) -> Tensor:
-    """Return a stage that is computed from earlier stages in a dtype."""
-
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).double()
 

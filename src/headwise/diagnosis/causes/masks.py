@@ -78,7 +78,6 @@ def _has_padding(evidence: Evidence) -> bool:
 
 
 def _is_causal_mask(call: RecordedCall) -> bool:
-    """True for a call whose mask, if it has one, is the causal mask alone."""
     if (mask := call.inputs.mask) is None:
         return True
     mask, ahead = torch.broadcast_tensors(mask, key_query_distances(call))
@@ -235,7 +234,6 @@ def _mask_along_queries(evidence: Evidence) -> Variants:
 
 
 def _scores_under_turned_mask(forced: ForcedStage) -> Tensor:
-    """Return scores under the mask with queries and keys exchanged, where it fits them then."""
     mask, queries = forced.call.inputs.mask, forced.call.inputs.x.shape[1]
     if mask is None or mask.shape[-1] != queries:
         return forced.usual_result()
@@ -425,7 +423,6 @@ def _window_missing(evidence: Evidence) -> Variants:
 
 
 def _window_side(evidence: Evidence) -> Variants:
-    """Yield masks whose window ends at keys that it should show, or among later keys."""
     left, right = evidence.model.settings.sides or (None, None)
     if left is None or right != 0:
         return
@@ -541,7 +538,6 @@ def _infer_left_window_from_mask(call: RecordedCall) -> int | None:
 
 
 def _mask_without_window(call: RecordedCall, mask: Tensor) -> Tensor:
-    """Return the mask with every key that some query sees, up to the query if it is causal."""
     ahead = key_query_distances(call)
     whole = (mask.any(-1, keepdim=True) & mask.any(-2, keepdim=True)).expand(mask.shape)
     is_causal = not bool((mask & (ahead > 0)).any())

@@ -279,7 +279,6 @@ def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Itera
 
 
 def _fit_norm_weights(evidence: Evidence, model: AttentionModel) -> tuple[Tensor, Tensor] | None:
-    """Return the weight and the bias of each channel that make the recorded outputs nearest."""
     calls = [call for call in evidence.calls if "output" in call.stages]
     recorded = flatten_tokens(call.stages["output"] for call in calls)
     predicted = flatten_tokens(model.predict_stage("output", call) for call in calls)

@@ -109,7 +109,6 @@ def _rotary_pairing(evidence: Evidence, rotary: RotaryRule) -> Variants:
 
 
 def _rotate_by_tables_of(tables: Pairing, forced: ForcedStage) -> Tensor:
-    """Return a stage with cosines and sines in the order of a pairing, which may be another."""
     if (rule := forced.settings.rotation) is None:
         return forced.usual_result()
     angles = _positions_of(forced) * frequencies_of_rule(rule)

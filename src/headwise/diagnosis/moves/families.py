@@ -295,7 +295,6 @@ def split_pairs(rows: Tensor, width: int) -> Tensor:
 
 
 def _permute_in_heads(rows: Tensor, heads: int, permute: Permutation) -> Tensor:
-    """Return rows that were permuted as if they had another number of heads."""
     stored = rows.reshape(heads, -1, 1)
     return permute(stored, stored.shape[1]).reshape(rows.shape)
 

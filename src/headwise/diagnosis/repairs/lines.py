@@ -227,7 +227,6 @@ def _scores(code: Code, _: str) -> Lines:
 
 
 def _write_scale(code: Code, wrong: float, heads: tuple[int, ...] | None) -> Lines:
-    """Yield the line that puts the scale right, wherever in q, k or the scores it is wrong."""
     _, head_dim, width = code.model.weights["wq"].shape
     right, sizes = code.settings.factor, {"head_dim": head_dim, "width": width}
     form = find_factor_formula(wrong, **sizes)

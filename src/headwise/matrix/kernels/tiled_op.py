@@ -213,7 +213,6 @@ def _gradients_of_batch(arguments: Packed, dims: Packed, size: int) -> Packed:
 
 
 def _map_sweep_backward(info: Any, in_dims: Packed, *arguments: Any) -> tuple[Packed, Packed]:
-    """Compute a batch of gradients under torch.func.vmap."""
     upstream = [
         x.movedim(dim, 0) if isinstance(dim, int) else x
         for x, dim in zip(arguments, in_dims, strict=True)

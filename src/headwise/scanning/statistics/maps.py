@@ -365,8 +365,6 @@ def stack_key_token_weight(weight: Tensor, key: Tensor, token: Tensor) -> Tensor
 
 
 class _ChosenQueries(NamedTuple):
-    """The chosen queries of a sequence, and their largest weights so far."""
-
     sequence: int
     rows: list[int | None]
     largest: Summary
@@ -461,8 +459,6 @@ def find_largest(weights: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 class _Rows(NamedTuple):
-    """The largest weights of every query of the chosen heads, so far."""
-
     heads: list[int]  # positions of the chosen heads
     place: Tensor  # (batch, queries): where a query is stored, −1 for padding
     key: Tensor

@@ -73,8 +73,6 @@ def _iterate_blocks(scores: SequenceScores, owner: int) -> Iterator[_Block]:
 
 @dataclass(frozen=True, eq=False)
 class _Operands:
-    """Queries, bias and options of the whole matrix, from which blocks are cut."""
-
     scores: SequenceScores
     q: Tensor  # in the accumulation dtype
     bias: BoundBias
@@ -188,8 +186,6 @@ def _pass_keys_and_values_around(
 
 
 class _RingGradients:
-    """Sums of the gradients of this rank's queries and of the score bias, over all blocks."""
-
     def __init__(
         self,
         operands: _Operands,
