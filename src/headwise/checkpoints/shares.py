@@ -40,11 +40,7 @@ def find_numbered_files(path: Path) -> dict[int, Path]:
 
 
 def order_files(files: Mapping[int, Path]) -> list[Path]:
-    """Return the files of processes 0, 1 and so on.
-
-    Raises:
-        CheckpointError: a number is missing.
-    """
+    """Return the files of processes 0, 1 and so on; raise CheckpointError if one is missing."""
     for number in range(len(files)):
         if number not in files:
             first = files[min(files)]

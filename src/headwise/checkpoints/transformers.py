@@ -488,10 +488,7 @@ def _explain_load_errors(folder: Path, part: str) -> Iterator[None]:
 
 @contextmanager
 def _silence_transformers(transformers: Any) -> Iterator[None]:
-    """Silence progress bars, logging and deprecation warnings of transformers and its imports.
-
-    `StoredModel.notes` reports missing weights.
-    """
+    """Silence transformers and its imports; `StoredModel.notes` reports missing weights."""
     bars = transformers.utils.logging
     had_bar = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()

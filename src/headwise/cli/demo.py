@@ -72,10 +72,7 @@ def demo(
 
 
 def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExtraError | None]:
-    """Scan the trained encoder, and compare headwise's layers with its own.
-
-    Without the encoder or transformers, return the reason.
-    """
+    """Scan the trained encoder and compare it with headwise; without it, return the reason."""
     from headwise.models import minilm
     from headwise.study import encoder
     from headwise.study.questions.implementations import compare_with_model_layers

@@ -350,11 +350,7 @@ class GivenWeights:
         )
 
     def require_fitting_counts(self, detection: Detection, **counts: int) -> None:
-        """Check that the counts fit a layout.
-
-        Raises:
-            OptionError: no layout fits, but some would without the counts.
-        """
+        """Raise OptionError for counts that fit no layout where some would without them."""
         counts = {**counts, **self.known}
         if detection.fitting or detection.damaged or detection.refuted or not counts:
             return

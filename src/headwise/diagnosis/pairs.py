@@ -247,10 +247,7 @@ class _Pairs:
         return []
 
     def _list_pairs(self) -> list[tuple[list[Trial], list[Trial]]]:
-        """Return the pairs that are tried, those of the nearest variants of two causes first.
-
-        Their number depends on the work that they are.
-        """
+        """Return the pairs to try, those of near variants first, as many as their work allows."""
         places = Counter[Cause]()
         ranked = []
         for group in self._groups:

@@ -269,10 +269,7 @@ class Trials:
 def find_best_single_cause(
     evidence: Evidence, causes: Sequence[Cause]
 ) -> tuple[list[NamedCause], list[Trial]]:
-    """Return the cause that explains most, if one does; else what explains smallest calls alone.
-
-    Those are trials that explain the smallest call in which a stage parts.
-    """
+    """Return the cause that explains most, or else trials that explain a stage's smallest call."""
     trials, exact, firsts = Trials(evidence, causes), list[NamedCause](), list[Trial]()
     try:
         for number, cause in enumerate(causes):

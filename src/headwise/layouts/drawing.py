@@ -99,11 +99,7 @@ def equalise_indistinct_axes(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
 
 
 def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
-    """Return the sizes of a drawing: those given, and `EXAMPLE` for the others.
-
-    Raises:
-        ShapeError: the layout cannot have them.
-    """
+    """Return the given sizes, else those of `EXAMPLE`; raise ShapeError if they do not fit."""
     base = dict(EXAMPLE)
     if "heads" in layout.splits:  # two in each of its parts
         base["heads"] = 2 * prod(layout.fixed.values())

@@ -268,11 +268,7 @@ def find_axis_led_by(pattern: Pattern, names: Iterable[str]) -> LeadingName | No
 
 @cache
 def parse_pattern(text: str) -> Pattern:
-    """Parse a pattern.
-
-    Raises:
-        OptionError: the text is no pattern; the message quotes the wrong token.
-    """
+    """Parse a pattern; raise OptionError, which quotes the wrong token, for a text that is none."""
     tokens = _tokenize_pattern(text)
     whole = None
     if tokens and tokens[0].endswith(":"):

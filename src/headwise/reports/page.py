@@ -407,10 +407,7 @@ class LayerMaps(NamedTuple):
 
 
 def map_images(scan: HeadScan, cards: list[HeadCard]) -> list[LayerMaps]:
-    """Return the maps of each layer.
-
-    Of a model with more than `MOST_MAPS` heads, only those that stand out have one.
-    """
+    """Return the maps of each layer; above `MOST_MAPS` heads, only of those that stand out."""
     shown = {(index, head) for _, index, head in scan.heads}
     if len(shown) > MOST_MAPS:
         shown = {(card.layer, card.head) for card in cards}

@@ -531,11 +531,7 @@ def _require_causal(call: CapturedCall) -> None:
 
 
 def find_logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> Tensor:
-    """Return the logits of a model's output.
-
-    Raises:
-        OptionError: there are none.
-    """
+    """Return the logits of a model's output; raise OptionError if there are none."""
     logits = output.get("logits") if isinstance(output, Mapping) else None
     logits = getattr(output, "logits", None) if logits is None else logits
     if isinstance(logits, Tensor):

@@ -66,10 +66,7 @@ class Channels:
 def record_products(
     heads: ModelHeads, inputs: Any, *, progress: Progress = no_progress
 ) -> dict[str, InputProducts]:
-    """Run a model, and return the products of the inputs of each attention that runs, by name.
-
-    Only real tokens count.
-    """
+    """Run a model; return by name the products of each attention's inputs, of real tokens only."""
     model, prepared = prepare(heads.model, inputs)
     given: dict[nn.Module, Tensor] = {}
     sums: dict[str, list[Tensor]] = {}

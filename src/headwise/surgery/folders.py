@@ -486,10 +486,7 @@ def _require_plain_weights(
 
 
 def _pair_places(folder: Path, heads: HeadPlaces, files: list[Place]) -> dict[str, Place]:
-    """Return the place in the file of each attention, by its name in the model.
-
-    transformers gives some tensors other names than their files have.
-    """
+    """Return each attention's place in the file, where names differ, by its name in the model."""
     by_name = {place.name: place for place in files}
     by_number = {_number(place): place for place in files}
     paired = {

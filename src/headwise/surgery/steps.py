@@ -409,12 +409,7 @@ class Shift(Step):
 
 @dataclass(frozen=True, eq=False)
 class Refit(Step):
-    """Another output projection, fitted to data.
-
-    Attributes:
-        wo: (heads, value_dim, out_dim).
-        bo: (out_dim,), or None for none.
-    """
+    """A fitted output projection: ``wo`` (heads, value_dim, out_dim), ``bo`` (out_dim,) or None."""
 
     kind: ClassVar[str] = "refit"
     wo: Tensor

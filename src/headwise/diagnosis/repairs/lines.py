@@ -466,10 +466,7 @@ class Repair:
 
 
 def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repair | None:
-    """Return the lines that repair a cause; None where no line does.
-
-    ``before`` is the model without the fault.
-    """
+    """Return the lines that repair a cause, or None; ``before`` is the model without the fault."""
     cause, variant, place = named.cause, named.variant, PLACE_OF.get(named.cause)
     if cause in WORDS_ALONE or not _is_plain(code.settings):
         return None
