@@ -146,11 +146,7 @@ ComparisonInputs = Tensor | np.ndarray | Inputs | Mapping[str, Any]
 
 
 def read_inputs(inputs: ComparisonInputs | None) -> Tensor | Inputs | Mapping[str, Any] | None:
-    """Return the caller's inputs, with a NumPy array as a tensor.
-
-    Raises:
-        OptionError: a value of another type, or an array without numbers.
-    """
+    """Return the inputs, an array as a tensor; raise OptionError for other types or no numbers."""
     if inputs is None or isinstance(inputs, Tensor | Inputs | Mapping):
         return inputs
     seen, cause = f"inputs of type {type(inputs).__name__}", None

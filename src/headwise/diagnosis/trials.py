@@ -126,10 +126,7 @@ class Trial:
     def fitted_to(
         self, calls: Sequence[RecordedCall], cells: Sequence[Cell], *, only: bool = False
     ) -> Trial:
-        """Return the trial with the number of its family that is nearest to these cells.
-
-        ``only`` starts from the number that it has.
-        """
+        """Return the trial with the number nearest to these cells; ``only`` starts from its own."""
         if self.family is None:
             return self
         starts = [[start] for start in (self.number, *(() if only else self.family.starts))]

@@ -411,10 +411,7 @@ def all_heads_agree_within_rounding(
     *,
     far: float | Tensor = math.inf,
 ) -> bool:
-    """True if rounding explains what is left between the model and these heads of a stage.
-
-    It does not explain a difference of more than ``far``.
-    """
+    """True if what is left in these heads of a stage is rounding, and no more than ``far``."""
     if stage in list_misshapen_stages(model, call):
         return False
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
