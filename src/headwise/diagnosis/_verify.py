@@ -87,7 +87,6 @@ class _Reading:
 
     @property
     def names_heads(self) -> bool:
-        """True if the number of heads is known, so that heads can be named."""
         return "heads" not in self.effects
 
     def find_difference(self, sides: Sides, at: int) -> str | None:

@@ -163,7 +163,6 @@ class _Pairs:
         return min(pairs, key=lambda pair: pair[1].sort_key, default=[])
 
     def _second_of(self, first: Trial, *, in_parts: bool) -> list[NamedCause]:
-        """Return a pair with the cause that a search of its own names after the first."""
         others = [each for each in self.causes if each is not first.cause]
         left = Evidence.of(first.variant.model, self.evidence.calls)
         limited = [replace(left, fitted={}, is_limited=True)] if in_parts else []

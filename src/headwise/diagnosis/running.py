@@ -268,7 +268,6 @@ class _Trial:
 
 @torch.no_grad()
 def _find_differing_stage(layer: Attention, spec: AttentionSpec, call: CapturedCall) -> str | None:
-    """Return the stage of a layer that differs by more than rounding in the model's dtype."""
     if spec.softcap is not FROM_CONFIG and (spec.softcap is not ABSENT) != (
         call.matrix.softcap is not None
     ):

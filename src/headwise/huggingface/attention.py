@@ -144,7 +144,6 @@ def _default_mask(module: nn.Module, query: Tensor, options: dict[str, Any]) -> 
 
 
 def _add_leading_axes(tensor: Tensor) -> Tensor:
-    """Add leading axes of size 1, as broadcasting does."""
     return tensor[(None,) * (len(AXES.split()) - tensor.dim())]
 
 

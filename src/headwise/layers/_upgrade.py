@@ -224,7 +224,6 @@ def _upgraded_class(layer: nn.MultiheadAttention) -> type[MultiheadAttention]:
 
 
 def _switch_off_fused_paths(model: nn.Module, undo: ExitStack) -> Iterator[tuple[str, str]]:
-    """Turn off the fused paths that read the weights of a swapped layer; yield name, attribute."""
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             attribute, off, inner = "activation_relu_or_gelu", 0, [module]

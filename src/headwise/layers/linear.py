@@ -183,7 +183,6 @@ def _initialise_torch(
 
 @torch.no_grad()
 def _rescale_query_projection(layer: Attention, source_scale: float) -> None:
-    """Multiply the queries' projection by the source's scale over the layer's scale."""
     layer_scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
     if layer_scale in (0.0, source_scale):
         return

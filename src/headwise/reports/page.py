@@ -288,7 +288,6 @@ def _statistic_meta(scan: HeadScan, statistic: view.DrawnStatistic) -> dict[str,
 
 
 def _round_number(value: float) -> float | None:
-    """Return six digits of a value, None where there is none."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 

@@ -281,7 +281,6 @@ def _require_same_heads(before: ScanReadings, after: ScanReadings) -> None:
 
 
 def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, ...]:
-    """Return the statistics that both scans have and that can be subtracted."""
     names = [name for name in before.measured if FIELD not in before.definition(name).axes]
     names = [name for name in names if name in after.measured]
     names = [name for name in names if _has_same_entries(before, after, name)]

@@ -238,7 +238,6 @@ def _models_by_kv_head(
 
 
 def _take_kv_heads(places: tuple[int, ...], forced: ForcedStage) -> Tensor:
-    """Return a stage whose heads take the kv heads at these places, those of earlier calls too."""
     source = "k after rotary" if forced.stage == "scores" else "v"
 
     def take(call: RecordedCall) -> RecordedCall:

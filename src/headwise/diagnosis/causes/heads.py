@@ -175,7 +175,6 @@ class _Merged:
     copies: int
 
     def apply(self, model: AttentionModel) -> AttentionModel:
-        """Return the model of these heads, whose means have the dtype of its weights."""
         first = [group[0] for group in self.groups for _ in range(self.copies)]
         taken, dtype = _take(model, self.heads, tuple(first)), _narrowest_dtype(model.weights)
         merged = {
@@ -244,7 +243,6 @@ def _find_merged_heads(evidence: Evidence, stages: Sequence[str]) -> _Merged | N
 
 
 def _count_copies(model: AttentionModel, call: RecordedCall) -> int:
-    """Return the largest number of recorded kv heads side by side that all have equal values."""
     values, bound = call.stages["v"], gaps.allowed_difference(model.prepare_stage("v", call)).amax()
     count = values.shape[1]
     for copies in range(count, 1, -1):

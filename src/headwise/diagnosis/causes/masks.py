@@ -133,7 +133,6 @@ def _with_filled_rows(evidence: Evidence, variant: Variant) -> Variants:
 
 
 def _empties_rows(changed: AttentionModel, model: AttentionModel, call: RecordedCall) -> bool:
-    """True if a change hides all keys of a query that has some without it."""
     now = _find_empty_rows(changed.predict_stage("scores", call))
     if not bool(now.any()):
         return False
@@ -480,7 +479,6 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
 
 
 def _read_windows(evidence: Evidence) -> tuple[int, ...]:
-    """Return how far before and after a query a function sees keys, in its longest call."""
     runs = evidence.calls[0].runs
     calls = [call for call in evidence.calls if not call.earlier]
     single = [call.inputs for call in calls if call.inputs.source is None]

@@ -298,7 +298,6 @@ def _normalise_last_axis(kind: str, eps: float, x: Tensor) -> Tensor:
 
 
 def _project_normed_input(norm: Norm, of: str, forced: ForcedStage) -> Tensor:
-    """Return q, k or v of inputs that are normalised: both, or x or the source alone."""
     inputs = forced.call.inputs
     x = inputs.x if of == "source" else norm(inputs.x.double())
     source = inputs.source
