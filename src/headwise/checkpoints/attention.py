@@ -214,7 +214,6 @@ def _select_module(
     layer: int,
     prefix: str | None,
 ) -> NamedModule:
-    """Return the module of a layer, or of a prefix."""
     if not modules:
         obstacle = registry.find_obstacle(source.headers)
         why = "" if obstacle is None else f": {obstacle.reason}"

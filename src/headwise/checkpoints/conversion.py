@@ -131,7 +131,6 @@ def _background_thread() -> Iterator[Callable[..., None]]:
 def _write_steps(
     plan: ConversionPlan, files: Sequence[OutputFile], parts: Sequence[PartialFile]
 ) -> Iterator[None]:
-    """Write the header and the tensors of files; yield after each step."""
     for file, part in zip(files, parts, strict=True):
         part.write(file.head)
     headers, names, steps = plan.source.headers, iter(files[0].tensors), files[0].steps
@@ -162,7 +161,6 @@ def _write_converted(
 
 
 def _prefetch(tensors: Iterable[safetensors.StoredTensor]) -> None:
-    """Start reading tensors from the disk."""
     for stored in tensors:
         if stored.offset is not None and stored.nbytes and hasattr(os, "posix_fadvise"):
             with stored.file.open("rb") as file:
@@ -171,7 +169,6 @@ def _prefetch(tensors: Iterable[safetensors.StoredTensor]) -> None:
 
 
 def _complete_files(plan: ConversionPlan, staging: StagingDir) -> Path:
-    """Write what goes beside the tensors; return the file or folder that becomes the target."""
     output, folder = plan.output, staging.files_path
     if output.division is not None:
         shares = [safetensors.read_safetensors_header(folder / file.name) for file in output.files]

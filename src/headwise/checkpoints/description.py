@@ -226,7 +226,6 @@ SCALING = {
 
 
 def _read_model_args(source: CheckpointSource) -> Description | None:
-    """Return the arguments that are stored with a checkpoint, in the fields of a config.json."""
     first, params = source.shards[0], source.folder / PARAMS
     if first.model_args:
         code = f"torch.save(torch.load({first.path.name!r}, weights_only=True)['model'], NEW)"

@@ -34,11 +34,7 @@ def write_digests(path: Path, digests: Digests) -> Path:
 
 
 def read_digests(path: Path) -> Digests:
-    """Return the digests of a file.
-
-    Raises:
-        CheckpointError: the file holds no digests.
-    """
+    """Return the digests of a file; raise CheckpointError if it holds none."""
     try:
         content = parse_json_object(path.read_bytes())
         why = "" if content.get("kind") == KIND else "it is JSON of another kind"

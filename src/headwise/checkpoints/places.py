@@ -16,11 +16,7 @@ from headwise.function.weights import State
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import (
-    NamedModule,
-    find_modules,
-    find_unlisted_tensors_of_module,
-)
+from headwise.layouts.modules import NamedModule, find_modules, find_unlisted_tensors_of_module
 from headwise.layouts.pattern import Sizes
 from headwise.layouts.plan import TensorHeader
 
@@ -81,7 +77,6 @@ class Place:
 
     @property
     def _counts(self) -> dict[str, int]:
-        """The counts that the config states for the model, or for this module's side of it."""
         sides = [side for side in ("encoder", "decoder") if side in self.name.split(".")]
         count = self.config.get(f"{sides[0]}_attention_heads") if sides else None
         stated = configs.read_stated_counts(self.config)
@@ -99,7 +94,6 @@ def find_model_places(model: nn.Module) -> list[Place]:
 
 
 def _stated_head_dim(model: nn.Module, place: Place) -> int | None:
-    """Return the head_dim that a module of an attention states."""
     owners = [name.rpartition(".")[0].rpartition(".")[0] for name in place.module.tensors]
     for path in dict.fromkeys([place.name.rstrip("."), *owners]):
         stated = vars(model.get_submodule(path))

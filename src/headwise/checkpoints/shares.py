@@ -40,11 +40,7 @@ def find_numbered_files(path: Path) -> dict[int, Path]:
 
 
 def order_files(files: Mapping[int, Path]) -> list[Path]:
-    """Return the files of processes 0, 1 and so on.
-
-    Raises:
-        CheckpointError: a number is missing.
-    """
+    """Return the files of processes 0, 1 and so on; raise CheckpointError if one is missing."""
     for number in range(len(files)):
         if number not in files:
             first = files[min(files)]
@@ -64,7 +60,6 @@ def require_count(files: Sequence[Path], count: int) -> None:
 
 
 def _find_folder_of_rank_folders(path: Path) -> Path | None:
-    """Return the folder that holds mp_rank_00 and so on; None where there is none."""
     if not path.is_dir():
         return None
     tracker = path / TRACKER
@@ -95,7 +90,6 @@ def _find_rank_files(folder: Path) -> dict[int, Path]:
 
 
 def _processes_folder(file: Path) -> Path:
-    """Return the folder of all processes."""
     return file.parent.parent if file.parent.name.startswith(RANK_FOLDER) else file.parent
 
 

@@ -280,11 +280,7 @@ class CheckpointSource(Mapping[str, Tensor]):
 
 
 def open_source(path: Path) -> CheckpointSource:
-    """Open a checkpoint: read the headers of its files, and no tensor.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, damaged, or no checkpoint.
-    """
+    """Read the headers of a checkpoint, and no tensor; raise CheckpointError unless it is whole."""
     with explained_os_errors(path):
         files, index = checkpoint_files(path), None
         if len(files) == 1 and files[0].name.endswith(INDEX):

@@ -195,7 +195,6 @@ class StagingDir:
                 self._discard()
 
     def _append(self, line: dict[str, Any]) -> None:
-        """Write a line of the manifest to the disk."""
         self._manifest.write(json.dumps(line).encode("ascii") + b"\n")
         self._manifest.flush()
         os.fsync(self._manifest.fileno())
@@ -214,7 +213,6 @@ class StagingDir:
         self._remove_folders()
 
     def _remove_folders(self) -> None:
-        """Remove the folders that this run has created, if they are empty."""
         for folder in self._new:
             with suppress(OSError):
                 folder.rmdir()
@@ -261,7 +259,6 @@ def write_synced(path: Path, content: str | bytes) -> None:
 
 
 def _sync_to_disk(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -280,7 +277,6 @@ def _copy_some(source: int, start: int, target: int, count: int) -> int:
 
 
 def _read_checksum(path: Path) -> int:
-    """Return the CRC-32 of a file."""
     checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -289,7 +285,6 @@ def _read_checksum(path: Path) -> int:
 
 
 def _parse_manifest(raw: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines before the first that is cut off or damaged, and their bytes."""
     lines: list[dict[str, Any]] = []
     length = 0
     for text in raw.splitlines(keepends=True):
@@ -304,7 +299,6 @@ def _parse_manifest(raw: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
-    """Return the name, the size and the time of a file, as they stand in its line."""
     state = path.stat()
     return {"file": path.name, "size": state.st_size, "time": state.st_mtime_ns}
 

@@ -150,7 +150,6 @@ def _load_pickle(path: Path) -> Any:
 
 
 def _is_storable_tensor(value: Any) -> bool:
-    """True for a tensor that safetensors can store."""
     return (
         isinstance(value, Tensor)
         and value.layout == torch.strided
@@ -161,7 +160,6 @@ def _is_storable_tensor(value: Any) -> bool:
 
 
 def _no_state_dict_error(path: Path, saw: str, *, part: str | None = None) -> CheckpointError:
-    """Return the error for a file without a state_dict; ``part`` is the key of a candidate."""
     state = "model.state_dict()" if part is None else f"torch.load(...)[{part!r:.60}]"
     return CheckpointError(
         saw=f"{path} holds {saw}",

@@ -223,7 +223,8 @@ def load(
     measure_model_bytes(folder)
     transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    model, info = _load_model(folder, transformers, options, dtype or "auto")
+    model, info = _read_model(folder, transformers, options, dtype or "auto")
+    _require_fitting_weights(folder, info, model)
     config = model.config
     if "input_ids" not in inspect.signature(model.forward).parameters:
         argument = next(iter(inspect.signature(model.forward).parameters), "no argument")
@@ -253,15 +254,6 @@ def load(
         start=_read_decoder_start_token(config),
         notes=tuple(_describe_differences(info, parent, model)),
     )
-
-
-def _load_model(
-    folder: Path, transformers: Any, options: dict[str, Any], dtype: torch.dtype | str
-) -> tuple[Any, dict[str, Any]]:
-    """Return the model of a folder, and which weights transformers did not find, place or fit."""
-    model, info = _read_model(folder, transformers, options, dtype)
-    _require_fitting_weights(folder, info, model)
-    return model, info
 
 
 def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -351,14 +343,12 @@ def _require_trusted_code(folder: Path, transformers: Any, *, trusted: bool) -> 
 
 
 def _class_of_config(transformers: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the class of a model, and its config as an object of transformers."""
     kind = type(transformers.AutoConfig.for_model(values["model_type"]))
     config = kind.from_dict(dict(values))
     return _model_class(transformers, config, trusted=False), config
 
 
 def _model_class(transformers: Any, config: Any, *, trusted: bool) -> Any:
-    """Return the class that the configuration names, else the causal or the base class."""
     auto_map = getattr(config, "auto_map", None) or {}
     if trusted and auto_map:
         names = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
@@ -429,7 +419,6 @@ def _require_fitting_weights(folder: Path, info: dict[str, Any], model: Any) -> 
 
 
 def _quantisation_method(folder: Path) -> str | None:
-    """Return the quantisation that a folder's config names; None without one."""
     stated = read_config(folder).get("quantization_config")
     if stated is None:
         return None
@@ -445,7 +434,6 @@ def _quantised_error(folder: Path, method: str, reason: str) -> OptionError:
 
 
 def _describe_differences(info: dict[str, Any], folder: Path, model: Any) -> Iterator[str]:
-    """Yield notes on weights that the file or the model lacks, and on an adapter beside them."""
     state = model.state_dict()
     # weights that are all 0, such as the biases that nanoGPT's files leave out, count as there
     missing = sorted(n for n in info["missing_keys"] if n not in state or bool(state[n].any()))
@@ -500,10 +488,7 @@ def _explain_load_errors(folder: Path, part: str) -> Iterator[None]:
 
 @contextmanager
 def _silence_transformers(transformers: Any) -> Iterator[None]:
-    """Silence progress bars, logging and deprecation warnings of transformers and its imports.
-
-    `StoredModel.notes` reports missing weights.
-    """
+    """Silence transformers and its imports; `StoredModel.notes` reports missing weights."""
     bars = transformers.utils.logging
     had_bar = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()

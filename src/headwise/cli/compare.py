@@ -58,8 +58,7 @@ def compare(
         ),
     ],
     second: Annotated[
-        Path | None,
-        typer.Argument(show_default=False, help="The weights that they should equal."),
+        Path | None, typer.Argument(show_default=False, help="The weights that they should equal.")
     ] = None,
     *,
     layer: Layer = None,

@@ -62,9 +62,7 @@ def convert(
     from_: Annotated[
         str | None,
         typer.Option(
-            "--from",
-            help="The layout of the source.",
-            show_default="what the files leave possible",
+            "--from", help="The layout of the source.", show_default="what the files leave possible"
         ),
     ] = None,
     counts: output.Counts,
@@ -139,7 +137,6 @@ def _run_conversion(
 def _describe_conversion(
     report: ConversionReport, weights: GivenWeights, counts: output.Counts, names: tuple[str, str]
 ) -> Iterator[str]:
-    """Describe a conversion from the first of two layouts, named in ``names``, to the second."""
     if report.earlier_run == "its beginning":
         yield "Resumed an interrupted run: the files it had finished were kept."
     if report.earlier_run == "other work":

@@ -47,7 +47,6 @@ def demo(
     reports = [trained, tiny] if trained else [tiny]
 
     def show(console: output.Console, part: Callable[[ScanReport, output.Console], None]) -> None:
-        """Print a part of what is said of each model."""
         for report in reversed(reports):
             console.rule(SMALL if report is tiny else TRAINED, align="left", style="dim")
             console.print()
@@ -73,10 +72,7 @@ def demo(
 
 
 def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExtraError | None]:
-    """Scan the trained encoder, and compare headwise's layers with its own.
-
-    Without the encoder or transformers, return the reason.
-    """
+    """Scan the trained encoder and compare it with headwise; without it, return the reason."""
     from headwise.models import minilm
     from headwise.study import encoder
     from headwise.study.questions.implementations import compare_with_model_layers
@@ -93,7 +89,6 @@ def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExt
 
 
 def _print_missing_encoder(missing: MissingExtraError, console: output.Console) -> None:
-    """Print why the encoder is missing, and the command that installs it."""
     console.print(f"No all-MiniLM-L6-v2: {missing.saw}. To get it:", markup=False)
     console.print(missing.do, markup=False, soft_wrap=True)
     console.print()

@@ -19,7 +19,6 @@ Count = Annotated[int | None, typer.Option(min=1, show_default=False)]
 
 class _ListByDefault(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Run ``list`` if no command is named."""
         is_command = args and (args[0] in self.commands or args[0].startswith("-"))
         return super().parse_args(ctx, args if is_command else ["list", *args])
 
@@ -116,7 +115,6 @@ def show(
 
 
 def _facts(layout: Layout, sizes: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return labelled facts of a layout and its drawing; empty ones are not shown."""
     is_checked = "yes: a test runs the real implementation"
     shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
     sharded = f"{', '.join(layout.sharded)} over processes" if layout.sharded else ""

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 Keep = Annotated[float, typer.Option(help="The share of heads that stays.")]
 By = Annotated[
-    Literal["ablation", "gradient"],
-    typer.Option(help="How the importance of a head is measured."),
+    Literal["ablation", "gradient"], typer.Option(help="How the importance of a head is measured.")
 ]
 Repair = Annotated[
     Literal["mean", "zero", "refit"],
@@ -88,7 +87,6 @@ def prune(
 
 @contextmanager
 def _saying_how_to_resume(journal: Path) -> Iterator[None]:
-    """Say what an interrupted plan keeps."""
     try:
         yield
     except KeyboardInterrupt:
@@ -100,7 +98,6 @@ def _saying_how_to_resume(journal: Path) -> Iterator[None]:
 
 
 def _report_plan(plan: PruningPlan, journal: Path, *, as_json: bool) -> None:
-    """Print what is there after a dry run."""
     kept = str(journal) if journal.is_file() else None  # gradients are not kept
     effects = f"Nothing is written but the effects of heads, in {kept}, which the run itself reads."
     values = {

@@ -34,7 +34,6 @@ def _split_names(values: list[str] | None) -> tuple[str, ...] | None:
 
 
 def _names(words: str, default: str = "all") -> Any:
-    """Return an option that takes names, separated by commas."""
     return Option(callback=_split_names, help=words, show_default=default)
 
 
@@ -198,7 +197,6 @@ class ScanOptions:
                 raise unknown_statistic_error(unknown[0], known, do=do, parameter="stats")
 
     def _given(self, *names: str) -> list[str]:
-        """Return those of these options that are given, as they are spelt."""
         given = [name for name in names if getattr(self, name)]
         return ["MODEL_DIR" if name == "model_dir" else output.option_text(name) for name in given]
 
@@ -386,7 +384,6 @@ def _merge_and_report(folders: Sequence[Path], options: ScanOptions) -> ScanRepo
 
 
 def _report_other(options: ScanOptions) -> ScanReport:
-    """Return the report of --with: of a saved scan, or of a model that reads the same input."""
     from headwise.scanning import parts
     from headwise.scanning.result import HeadScan
 
@@ -399,7 +396,6 @@ def _report_other(options: ScanOptions) -> ScanReport:
 
 
 def _compare_with(report: ScanReport, other: ScanReport, folder: Path) -> ScanReport:
-    """Return a report of both scans, in which each has a name of its own."""
     name = escape_unprintable(folder.resolve().name)
     name = next((x for x in (other.title, name) if x != report.title), str(folder))
     texts = report.read if other.read == report.read else f"{report.read}; {name}: {other.read}"
@@ -465,7 +461,6 @@ def _planned(options: ScanOptions) -> Iterator[tuple[PlannedScan, output.Console
 
 
 def _plan(options: ScanOptions, console: output.Console) -> PlannedScan:
-    """Load the model and the texts, make a plan of their scan, and print its opening lines."""
     with output.progress_bar(console, "loading the model"):
         import torch
 
@@ -506,7 +501,6 @@ def _plan(options: ScanOptions, console: output.Console) -> PlannedScan:
 
 
 def _opening_lines(plan: PlannedScan, options: ScanOptions) -> str:
-    """Return lines on the model and its input, the estimate, and texts that are already done."""
     from headwise.scanning import parts
 
     read = parts.words_of_model(plan.model, plan.texts)["read"]

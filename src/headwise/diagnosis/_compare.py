@@ -137,10 +137,7 @@ def _compare_layers(
 def _compare_as_functions(
     first: Subject, second: Subject, inputs: Tensor | Inputs | Mapping[str, Any] | None
 ) -> Diagnosis:
-    """Compare the outputs of two functions, of which neither is known as data.
-
-    Modules have the masks and the rotations of their models.
-    """
+    """Compare two functions; modules have the masks and the rotations of their models."""
     sides = (x.function if isinstance(x, TransformersSubject) else x for x in (first, second))
     a, b = (each for each in sides if isinstance(each, BlackBox))
     modules = (x for x in (first, second) if isinstance(x, TransformersSubject))
@@ -158,7 +155,6 @@ def _compare_as_functions(
 def _record_parts_of_function(
     first: Subject, second: Subject, parts: Mapping[str, nn.Module]
 ) -> None:
-    """Make a function show the outputs of its parts."""
     function, known = (first, second) if isinstance(first, BlackBox) else (second, first)
     if not isinstance(function, BlackBox) or known.model is None:
         raise OptionError(
@@ -260,7 +256,6 @@ NAMED_LAYERS = (Attention, nn.MultiheadAttention)
 
 
 def _can_compare_as_weights(a: object, b: object) -> bool:
-    """True for two sets of weights, and for one and a module whose weights have names."""
     stored = [isinstance(each, WEIGHTS) and not recording.is_recording(each) for each in (a, b)]
     if all(stored) or not any(stored):
         return all(stored)
@@ -270,7 +265,6 @@ def _can_compare_as_weights(a: object, b: object) -> bool:
 
 
 def _compare_stored_weights(*sides: Any) -> Diagnosis:
-    """Compare two sets of weights; of a module, those in its state dict."""
     module = next((side for side in sides if isinstance(side, nn.Module)), None)
     config = None
     if module is not None and not isinstance(module, NAMED_LAYERS):

@@ -60,7 +60,6 @@ class _Side:
         return candidate.layout.name + (f", with {counts}" if counts else "")
 
     def faults(self, layout: Layout) -> list[str]:
-        """Return the missing and misfitting tensors in ``layout``."""
         return [
             fault
             for group in self.detection.damaged
@@ -88,7 +87,6 @@ class _Reading:
 
     @property
     def names_heads(self) -> bool:
-        """True if the number of heads is known, so that heads can be named."""
         return "heads" not in self.effects
 
     def find_difference(self, sides: Sides, at: int) -> str | None:
@@ -109,7 +107,6 @@ class _Reading:
         return False
 
     def count_differing_tensors(self, sides: Sides) -> int:
-        """Return how many canonical tensors of the first module differ."""
         if not all(candidate.modules for candidate in self.pair):
             return len(AXES)
         first, second = (
@@ -216,7 +213,6 @@ def _choose_reading(sides: Sides, readings: list[_Reading]) -> _Reading:
 
 
 def _describe_readings(readings: list[_Reading], why: list[str | None]) -> list[str]:
-    """Return a line for each result: the layouts and counts, and the first difference."""
     outcomes: dict[str | None, dict[str, dict[str, set[int]]]] = {}
     for reading, reason in zip(readings, why, strict=True):
         names = " and ".join(layout.name for layout in reading.layouts)

@@ -181,7 +181,6 @@ def _possible_sizes(layout: Layout, shapes: Shapes, counts: Mapping[str, int]) -
 
 
 def _possible_heads(layout: Layout, shapes: Shapes) -> list[int]:
-    """Return the numbers of heads that divide the length of every axis of whole heads."""
     common = 0  # which every number divides
     for name, shape in shapes.items():
         for axis, length in zip(layout.patterns[name].axes, shape, strict=False):
@@ -215,7 +214,6 @@ def _group_values_by_name(fits: tuple[Sizes, ...]) -> dict[str, list[int]]:
 def _describe_match_reasons(
     modules: tuple[NamedModule, ...], fits: tuple[Sizes, ...], heads: list[int]
 ) -> tuple[str, ...]:
-    """Return names and sizes; ``heads`` are those of each layer where they differ."""
     names = ", ".join(list(modules[0].tensors)[:NAMED])
     more = " ..." if len(modules[0].tensors) > NAMED else ""
     shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")

@@ -312,7 +312,6 @@ def format_noun_with_numbers(noun: str, numbers: Sequence[int]) -> str:
 
 
 def _format_roles(roles: str) -> str:
-    """Return ``projections q and k`` for "qk"."""
     if len(roles) == 1:
         return f"projection {roles}"
     return f"projections {', '.join(roles[:-1])} and {roles[-1]}"
@@ -535,7 +534,6 @@ class ModelComparison:
 
 
 def _group_key_of_layer(layer: LayerComparison) -> tuple[str, ...]:
-    """Return a key that is equal for layers with the same causes in the same stages."""
     if layer.exchanged_with:
         return (layer.name,)
     stages = [stage.stage for stage in layer.comparison.parted if not stage.is_explained]

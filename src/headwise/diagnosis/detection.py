@@ -191,7 +191,6 @@ def detect_by_names_and_shapes(
 def _narrow_by_metadata_and_config(
     candidates: list[CandidateLayout], described: Layout | None, config: Config
 ) -> Detection:
-    """Return the detection that the metadata of the files and the config leave."""
     by_config = None if described else configs.layout_name(config)
     stated, by = (described.name, "metadata") if described else (by_config, "config")
     reasons = {each.layout.name: _find_refutation(each, candidates, config) for each in candidates}
@@ -246,7 +245,6 @@ def narrow_detection(
 def _find_refutation(
     candidate: CandidateLayout, candidates: Iterable[CandidateLayout], config: Config
 ) -> str | None:
-    """Return the contradiction in the config, or the candidate that covers more modules."""
     mine = {module.prefix for module in candidate.modules}
     for other in candidates:
         theirs = {module.prefix for module in other.modules}
@@ -307,7 +305,6 @@ def _explain_why_undecided(detection: Detection, title: str) -> str:
 
 
 def _describe_evidence(detection: Detection) -> list[str]:
-    """Return sentences on the evidence that was compared, and the evidence that is left."""
     if not detection.fitting:
         return []
     if detection.has_seen_values:
@@ -353,11 +350,7 @@ class GivenWeights:
         )
 
     def require_fitting_counts(self, detection: Detection, **counts: int) -> None:
-        """Check that the counts fit a layout.
-
-        Raises:
-            OptionError: no layout fits, but some would without the counts.
-        """
+        """Raise OptionError for counts that fit no layout where some would without them."""
         counts = {**counts, **self.known}
         if detection.fitting or detection.damaged or detection.refuted or not counts:
             return

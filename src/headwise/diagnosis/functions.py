@@ -85,7 +85,6 @@ class _FunctionPair:
 
     @cached_property
     def outputs(self) -> tuple[Tensor, Tensor]:
-        """The two outputs in float64."""
         a, b = (each.output(self.inputs).double() for each in (self.first, self.second))
         for function in (self.first, self.second):
             function.require_stateless()
@@ -116,7 +115,6 @@ class _FunctionPair:
         return floors
 
     def run_at(self, function: BlackBox, x: Tensor) -> Tensor:
-        """Return the output of a function at other tokens, in float64."""
         return function.output(replace(self.inputs, x=x.to(self.dtype))).double()
 
     @property
@@ -133,7 +131,6 @@ class _FunctionPair:
 
 
 def _describe_insensitivity(pair: _FunctionPair) -> str:
-    """Return the reason why other scores would not change the outputs; "" if they would."""
     # Along a line of inputs an output bends where its weights change. It is straight where each
     # query gives all its weight to one key, or all values are equal.
     x, keys = pair.inputs.x, pair.inputs.key_source
@@ -258,7 +255,6 @@ class BlackBoxComparison:
         return f"query {query} of the {self.side} {verb} key {key}{more}"
 
     def _compare_recovered_attention_weights(self) -> Iterator[str]:
-        """Compute the weights of each head from outputs, and compare them."""
         weights = self.model.weights
         heads, value_dim, out_dim = weights["wo"].shape
         tokens = min(value_dim - 1, out_dim // heads, MOST_WEIGHTS)
@@ -288,7 +284,6 @@ class BlackBoxComparison:
             yield f"weights, computed from outputs of {tokens} tokens, differ in {listed}"
 
     def _run_both_with_bound(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output of the function, that of the model, and what rounding explains."""
         output = self.function.output(inputs)
         forced = self.model.prepare_stage("output", RecordedCall(inputs, {}, self.dtype))
         return output.double(), forced.result, gaps.allowed_difference(forced)

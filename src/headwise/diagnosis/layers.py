@@ -164,7 +164,6 @@ class Comparison:
         return (Verdict.INCONCLUSIVE, blind, False) if blind else (verdict, "", hidden)
 
     def _diagnose_randomness(self, error: OptionError) -> Diagnosis:
-        """Return dropout as the cause of an error by random outputs, if a few tokens show it."""
         sizes, most = self.known.input_widths, dropout.count_readable_tokens(self.model)
         is_random = isinstance(self.doubtful, BlackBox) and self.doubtful.is_random
         if not is_random or sizes is None or not most or self.candidates != catalogue.CAUSES:
@@ -195,7 +194,6 @@ class Comparison:
     def _record_doubtful(
         self, probes: Sequence[NamedInputs]
     ) -> tuple[list[RecordedCall], list[str]]:
-        """Return the calls of the doubtful one on some inputs, and the name of each input."""
         calls: list[RecordedCall] = []
         names: list[str] = []
         time = watch.current()
@@ -220,7 +218,6 @@ class Comparison:
         return calls, names
 
     def _pace(self, probes: int) -> str:
-        """Return how long the calls of a slow function take, in words; "" for a fast one."""
         if not isinstance(self.doubtful, BlackBox) or self.doubtful.seconds < SLOW:
             return ""
         seconds = self.doubtful.seconds
@@ -250,7 +247,6 @@ class Comparison:
         return f": compare(lambda x, mask=None: port(x, {others[0]}=mask), ...), True attends"
 
     def _describe_function(self, side: str, verdict: Verdict) -> tuple[str, ...]:
-        """Return what a function takes, and what is known of it where no cause explains it."""
         function, sizes = self.doubtful, self.known.input_widths
         if not isinstance(function, BlackBox) or sizes is None:
             return (*self.first.limits, *self.second.limits)
@@ -264,7 +260,6 @@ class Comparison:
         return (*function.limits, *parts.sentences, *((RECORD_PARTS,) if can_record else ()))
 
     def _describe_projections(self, explained: search.ExplainedCalls) -> Iterator[str]:
-        """Yield what changed in the numbers of projections that no cause explains."""
         left = explained.search.left.stages_beyond_rounding
         if not left or watch.current().stopped:
             return
@@ -290,7 +285,6 @@ class Comparison:
 
     @property
     def _language(self) -> str:
-        """The language of the doubtful one's code; "" for a layer with settings."""
         if not isinstance(self.doubtful, BlackBox):
             return ""
         return "numpy" if self.doubtful.takes_arrays else "torch"
@@ -351,7 +345,6 @@ class Comparison:
     def _explain_with_roles_swapped(
         self, calls: Sequence[RecordedCall], forward: search.ExplainedCalls
     ) -> search.ExplainedCalls | None:
-        """Return the known calls as the doubtful one explains them, if that needs fewer causes."""
         # So a part is named that the doubtful one has and the known one lacks.
         model, side = self.doubtful.model, "second" if self.doubtful is self.first else "first"
         if model is None or not self.runs_as_stated:
@@ -367,7 +360,6 @@ class Comparison:
         return None if is_worse and not forward.search.left.cells_beyond_rounding else other
 
     def _explain_by_outputs(self, explained: search.ExplainedCalls) -> search.ExplainedCalls | None:
-        """Return what explains the outputs alone, where the stages beside them have no cause."""
         runs = self.doubtful.runs
         shows_more = any({*call.stages} != {"output"} for call in explained.calls)
         if runs is None or not shows_more or not explained.search.left.cells_beyond_rounding:
@@ -393,7 +385,6 @@ class Comparison:
         return replace(diagnosis, verdict=verdict, function=function)
 
     def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
-        """Return the reason why these inputs could not show a difference; "" if they could."""
         if blind := unseen.explain_scores(self.model, calls, self.dtype):
             return blind
         reason = unseen.describe_setting(self.first.model, self.second.model, calls, self.dtype)
@@ -417,7 +408,6 @@ class Comparison:
         return search.ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
 
     def _describe_overflow(self) -> str:
-        """Return what is not finite in the dtype of one layer alone; "" for nothing."""
         sentences = list[str]()
         for side, each in (("first", self.first), ("second", self.second)):
             if each.model is None or not is_coarser(each.dtype, torch.float64):
@@ -438,7 +428,6 @@ class Comparison:
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
     def _are_equal_as_data(self, *, bare: bool = False) -> bool:
-        """True if both are known as data and have the same settings and, unless bare, numbers."""
         first, second = self.first.model, self.second.model
         if first is None or second is None:
             return False

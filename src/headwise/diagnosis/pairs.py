@@ -84,8 +84,6 @@ def _find_pair_of_stage(
 
 @dataclass(eq=False)
 class _Pairs:
-    """Pairs of causes that show in a stage that parts."""
-
     evidence: Evidence
     stage: str
     causes: Sequence[Cause]
@@ -97,24 +95,20 @@ class _Pairs:
 
     @cached_property
     def every(self) -> list[Trial]:
-        """All variants, and their parts."""
         limited = Trials(replace(self.evidence, fitted={}, is_limited=True), self.causes)
         sides = product((self.trials, limited), self.causes)
         return [trial for trials, cause in sides for trial in trials.of_cause(cause)]
 
     @cached_property
     def parted(self) -> tuple[Cell, ...]:
-        """The cells of the stage that part."""
         return tuple(self.evidence.parted_calls_and_heads(self.stage))
 
     @cached_property
     def by_size(self) -> list[int]:
-        """The numbers of the calls that part, the smallest first."""
         numbers = {number for _, number, _ in self.parted}
         return sorted(numbers, key=lambda n: self.evidence.calls[n].inputs.x.numel())
 
     def order_firsts(self, firsts: Sequence[Trial]) -> list[Trial]:
-        """Return the firsts that leave least of all calls, a few of each cause."""
         left = {id(trial): self._left_in_calls(trial) for trial in firsts}
         ordered = sorted(firsts, key=lambda trial: (left[id(trial)], trial.cost))
         counts = Counter[Cause]()
@@ -138,7 +132,6 @@ class _Pairs:
 
     @cached_property
     def _bounds(self) -> dict[int, Tensor]:
-        """The difference that rounding explains in each call that parts, by its number."""
         model, calls = self.evidence.model, self.evidence.calls
         return {
             n: gaps.allowed_difference(model.prepare_stage(self.stage, calls[n])).amax()
@@ -154,7 +147,6 @@ class _Pairs:
         return gaps.absolute_difference(predicted, actual)
 
     def after(self, firsts: Iterable[Trial], *, in_parts: bool = True) -> list[NamedCause]:
-        """Return the best pair whose second cause is found after the first, also in a part."""
         pairs = list[list[NamedCause]]()
         for trial in firsts:
             key = trial.cause, str(trial.variant.parameters), trial.variant.heads
@@ -171,7 +163,6 @@ class _Pairs:
         return min(pairs, key=lambda pair: pair[1].sort_key, default=[])
 
     def _second_of(self, first: Trial, *, in_parts: bool) -> list[NamedCause]:
-        """Return a pair with the cause that a search of its own names after the first."""
         others = [each for each in self.causes if each is not first.cause]
         left = Evidence.of(first.variant.model, self.evidence.calls)
         limited = [replace(left, fitted={}, is_limited=True)] if in_parts else []
@@ -220,7 +211,6 @@ class _Pairs:
         return gaps.all_heads_agree_within_rounding(trial.variant.model, call, self.stage, heads)
 
     def _explains(self, model: AttentionModel) -> bool:
-        """True if every cell of the stage that parts is explained, and no other parts then."""
         evidence = self.evidence
         after = measure_gaps(model, evidence.calls, [self.stage])
         return not {*after.cells_beyond_rounding} - {*self.parted} and all(
@@ -237,7 +227,6 @@ class _Pairs:
         return [*steps, *sorted(others, key=self._left_in_smallest_call)][:NEAREST]
 
     def joined(self) -> list[NamedCause]:
-        """Return two changes of the model that explain the stage together."""
         fitting = 0
         for number, groups in enumerate(pairs := self._list_pairs()):
             names = " and ".join(group[0].cause.name for group in groups)
@@ -257,10 +246,7 @@ class _Pairs:
         return []
 
     def _list_pairs(self) -> list[tuple[list[Trial], list[Trial]]]:
-        """Return the pairs that are tried, those of the nearest variants of two causes first.
-
-        Their number depends on the work that they are.
-        """
+        """Return the pairs to try, those of near variants first, as many as their work allows."""
         places = Counter[Cause]()
         ranked = []
         for group in self._groups:
@@ -360,7 +346,6 @@ class _Pairs:
 
     @cached_property
     def _agreeing_rows(self) -> Tensor:
-        """True for each row of the smallest call that rounding explains."""
         small = self.trials.smallest[self.stage]
         apart = self._difference(self.evidence.model, small.call)
         assert apart is not None
@@ -391,7 +376,6 @@ class _Pairs:
     def _fitted(
         self, pair: Sequence[Trial], cells: Sequence[Cell], starts: Sequence[Sequence[float]] = ()
     ) -> tuple[Trial, Trial, Trial] | None:
-        """Return two trials with numbers that fit together, and the trial of the joined model."""
         families = [trial.family for trial in pair if trial.family is not None]
         if len(families) > 1 and not starts:
             grid = [(t.number, *t.family.starts[::THIN]) for t in pair if t.family is not None]
@@ -414,7 +398,6 @@ class _Pairs:
     def _join(
         self, pair: Sequence[Trial], models: Sequence[AttentionModel]
     ) -> AttentionModel | None:
-        """Return the model with two changes; ``models`` are those of families."""
         each = iter(models)
         parts = [t.variant.model if t.family is None else next(each) for t in pair]
         return merge_models(self.evidence.model, *parts)
@@ -425,7 +408,6 @@ def _is_step(trial: Trial) -> bool:
 
 
 def _add_family(families: list[tuple[Tensor, list[Trial]]], trial: Trial, change: Tensor) -> None:
-    """Add a trial of a family to those that change the smallest call in the same way."""
     for other, group in families:
         if float((change - other).norm()) < ALIKE * float(other.norm()):
             group.append(trial)
@@ -434,7 +416,4 @@ def _add_family(families: list[tuple[Tensor, list[Trial]]], trial: Trial, change
 
 
 def _as_pair(first: NamedCause, second: NamedCause) -> list[NamedCause]:
-    return [
-        replace(first, partner=second.name),
-        replace(second, partner=first.name),
-    ]
+    return [replace(first, partner=second.name), replace(second, partner=first.name)]

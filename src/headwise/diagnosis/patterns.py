@@ -27,7 +27,6 @@ def describe_positions(parted: AbstractSet[int], every: AbstractSet[int]) -> str
 
 
 def _pads(call: RecordedCall, side: str) -> bool:
-    """True if a mask hides tokens at one end from the last query."""
     if (mask := call.inputs.mask) is None or mask.shape[-1] < 3:
         return False
     hidden = ~mask[..., -1, :]

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.comparison import SEED
-from headwise.diagnosis.simulation.model import (
-    AttentionModel,
-    Inputs,
-    RecordedCall,
-    visible_keys,
-)
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall, visible_keys
 from headwise.diagnosis.subjects.function import SLOW, BlackBox
 from headwise.diagnosis.subjects.recording import Recording
 from headwise.diagnosis.subjects.subject import Subject
@@ -128,7 +123,6 @@ def _three_times(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _pad(inputs: Inputs, side: str) -> NamedInputs:
-    """Return the inputs under a mask that hides unequal numbers of keys of the sequences."""
     mask = _hide_keys(inputs, side)
     if inputs.source is None:  # a token attends to itself: no row is empty, whatever the window is
         mask = mask | torch.eye(mask.shape[-1], dtype=torch.bool)
@@ -152,11 +146,7 @@ ComparisonInputs = Tensor | np.ndarray | Inputs | Mapping[str, Any]
 
 
 def read_inputs(inputs: ComparisonInputs | None) -> Tensor | Inputs | Mapping[str, Any] | None:
-    """Return the caller's inputs, with a NumPy array as a tensor.
-
-    Raises:
-        OptionError: a value of another type, or an array without numbers.
-    """
+    """Return the inputs, an array as a tensor; raise OptionError for other types or no numbers."""
     if inputs is None or isinstance(inputs, Tensor | Inputs | Mapping):
         return inputs
     seen, cause = f"inputs of type {type(inputs).__name__}", None
@@ -225,7 +215,6 @@ def choose_inputs(
 def _read_widths_of_given(
     subjects: Sequence[Subject], inputs: Tensor | Inputs | None
 ) -> tuple[int, int]:
-    """Return the widths of the caller's inputs, for two functions that know none."""
     kinds = " and ".join(subject.kind for subject in subjects)
     if any(isinstance(each, Recording) for each in subjects):
         raise OptionError(
@@ -386,7 +375,6 @@ def _use_masks_that_run(
 def _find_mask(
     functions: Sequence[BlackBox], known: Sequence[AttentionModel], probe: NamedInputs
 ) -> NamedInputs | None:
-    """Return the input with its mask in a shape on which functions run; None for none."""
     inputs, mask = probe.inputs, probe.inputs.mask
     assert mask is not None
     batch, queries = inputs.x.shape[:2]
@@ -458,7 +446,6 @@ def _enlarge_to_reach(cap: float, probe: NamedInputs, model: AttentionModel) -> 
 def _add_causal_mask(
     subjects: Sequence[Subject], probes: Sequence[NamedInputs]
 ) -> list[NamedInputs]:
-    """Return the inputs under a causal mask, where one subject has it as a setting, one not."""
     # The model of an attention module of transformers makes that mask.
     states = [each.is_causal for each in subjects]
     if True not in states or None not in states or not all(each.takes_mask for each in subjects):

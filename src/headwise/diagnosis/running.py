@@ -176,8 +176,6 @@ def compare_by_running(
 
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """Comparison of one candidate with the captured calls of the model."""
-
     candidate: CandidateLayout
     state: Mapping[str, Tensor]
     calls: list[CapturedCall]
@@ -190,7 +188,6 @@ class _Trial:
         return [(module, call) for module, call in pairs if is_over_sequences(call)]
 
     def find_agreeing_sizes(self) -> Sizes | str | NotComparedError:
-        """Return the first sizes that agree; else the first difference, or why none was sought."""
         first = self.candidate.modules[0]
         pairs = self.pair_modules_with_calls
         heads = next((call.matrix.shape[1] for module, call in pairs if module is first), None)
@@ -203,7 +200,6 @@ class _Trial:
         return next(uncompared, differences[0] if differences else f"the model has {heads} heads")
 
     def _compare_with_sizes(self, sizes: Sizes) -> str | NotComparedError | None:
-        """Return the first difference, or why a layer cannot be compared; None if all agree."""
         if not self.pair_modules_with_calls:
             number = sum(is_over_sequences(call) for call in self.calls)
             return NotComparedError(
@@ -272,7 +268,6 @@ class _Trial:
 
 @torch.no_grad()
 def _find_differing_stage(layer: Attention, spec: AttentionSpec, call: CapturedCall) -> str | None:
-    """Return the stage of a layer that differs by more than rounding in the model's dtype."""
     if spec.softcap is not FROM_CONFIG and (spec.softcap is not ABSENT) != (
         call.matrix.softcap is not None
     ):

@@ -140,7 +140,6 @@ class ExplainedCalls:
         return False
 
     def _describe_shapes(self, stage: str) -> str:
-        """Return the heads and channels of a stage in the first and in the second; "" for equal."""
         call = next(call for call in self.calls if stage in call.stages)
         recorded, weights = call.stages[stage].shape, self.model.weights
         owner = f"w{stage[0] if stage[0] in 'qkv' else 'o'}"
@@ -197,7 +196,6 @@ class ExplainedCalls:
 
     @property
     def _repairs(self) -> list[Repair]:
-        """The repair of each cause: lines of code for code, words for a layer."""
         causes, calls = self.search.causes, self.calls
         words = [Repair((each.variant.repair,)) for each in causes]
         before = [self.model, *(each.variant.model for each in causes)]
@@ -263,7 +261,6 @@ class ExplainedCalls:
 
     @property
     def _has_weights_in_narrower_dtype(self) -> bool:
-        """True if the weights are stored in a narrower dtype than the calls were computed in."""
         return any(is_coarser(self.stored, call.dtype) for call in self.calls)
 
     @property
@@ -342,7 +339,6 @@ class ExplainedCalls:
         ]
 
     def _is_output_in_dtype_of_weights(self, call: RecordedCall, model: AttentionModel) -> bool:
-        """True if rounding of the weights' dtype explains the difference of the last stage."""
         _, forced, apart = self._compare_output(call, model)
         if not apart.dim():
             return False

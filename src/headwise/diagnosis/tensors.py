@@ -231,7 +231,6 @@ class _StepwiseTensorEvidence:
             self.only_first |= dict.fromkeys(step.inputs, tuple(missing))
 
     def comparison(self, conflicts: Mapping[str, tuple[str, str]]) -> results.TensorComparison:
-        """Return the evidence of all steps, and the second's tensors that no step made."""
         left = [name for name in self.second if name not in self.compared]
         return results.TensorComparison(
             same=self.same,
@@ -271,7 +270,6 @@ class _StepwiseTensorEvidence:
         self.differences.append(results.TensorEvidence(name=name, made_of=step.inputs, **evidence))
 
     def _locate_difference(self, name: str, tensor: Tensor) -> str:
-        """Return the projections and heads that differ; "" outside attention."""
         module = next((m for m in self._second_modules if name in m.tensors), None)
         if module is None:
             return ""
@@ -298,7 +296,6 @@ class _StepwiseTensorEvidence:
 
     @cached_property
     def _attention_bias_names(self) -> set[str]:
-        """Names of attention's biases in the second's layout, with or without a tensor."""
         made = find_modules(self.target, self._output_names_of_all_steps)
         return {
             name
@@ -309,7 +306,6 @@ class _StepwiseTensorEvidence:
 
 
 def _count_differing_entries(a: Tensor, b: Tensor) -> dict[str, int | float]:
-    """Count the entries that differ, by kind: see `TensorEvidence`."""
     counts: dict[str, int | float] = {"entries": a.numel(), "differing": 0}
     if not a.is_floating_point():
         return counts | {"differing": int(equality.mark_differing_entries(a, b).sum())}

@@ -126,10 +126,7 @@ class Trial:
     def fitted_to(
         self, calls: Sequence[RecordedCall], cells: Sequence[Cell], *, only: bool = False
     ) -> Trial:
-        """Return the trial with the number of its family that is nearest to these cells.
-
-        ``only`` starts from the number that it has.
-        """
+        """Return the trial with the number nearest to these cells; ``only`` starts from its own."""
         if self.family is None:
             return self
         starts = [[start] for start in (self.number, *(() if only else self.family.starts))]
@@ -256,7 +253,6 @@ class Trials:
     def _with_plain_number(
         self, trial: Trial, cells: Sequence[Cell]
     ) -> tuple[Variant, Gaps] | None:
-        """Return the variant with a plain number that explains these cells too, and its gaps."""
         evidence, stages = self.evidence, recorded_stages_of(trial.cause, self.evidence)
         for number in () if trial.family is None else trial.family.list_plain(trial.number):
             plain = trial.with_number(number)
@@ -270,10 +266,7 @@ class Trials:
 def find_best_single_cause(
     evidence: Evidence, causes: Sequence[Cause]
 ) -> tuple[list[NamedCause], list[Trial]]:
-    """Return the cause that explains most, if one does; else what explains smallest calls alone.
-
-    Those are trials that explain the smallest call in which a stage parts.
-    """
+    """Return the cause that explains most, or else trials that explain a stage's smallest call."""
     trials, exact, firsts = Trials(evidence, causes), list[NamedCause](), list[Trial]()
     try:
         for number, cause in enumerate(causes):
@@ -320,7 +313,6 @@ def is_cell_explained(cell: Cell, before: Gaps, after: Gaps) -> bool:
 def _apply_variant_in_cells(
     variant: Variant, evidence: Evidence, after: Gaps, cells: Sequence[Cell]
 ) -> tuple[AttentionModel, bool]:
-    """Return the model with the fault where it explains, and whether that is in part only."""
     explained = {stage for stage, _, _ in cells}
     broken = after.cells_beyond_rounding
     before, changed = evidence.model.weights, variant.model.weights

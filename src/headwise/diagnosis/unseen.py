@@ -93,7 +93,6 @@ def _describe(name: str, words: Sequence[str], calls: Sequence[RecordedCall]) ->
 
 
 def _state_window(model: AttentionModel) -> str:
-    """Return the number of keys in the window of a model, the query's own included."""
     left, right = model.settings.sides or (None, None)
     if left is None:
         return "none"
@@ -105,7 +104,6 @@ def _state_softcap(model: AttentionModel) -> str:
 
 
 def _without_setting(model: AttentionModel, name: str) -> list[AttentionModel]:
-    """Return the model without a setting that it has, or without one side of its window."""
     if name == "softcap":
         return [] if model.settings.cap is None else [model.with_settings(softcap=None)]
     left, right = model.settings.sides or (None, None)
@@ -153,7 +151,6 @@ def describe_reach(model: AttentionModel, inputs: Sequence[Inputs]) -> str:
 
 
 def _is_sensitive_to_scores(model: AttentionModel, call: RecordedCall) -> bool:
-    """True if other scores would move what was recorded of a call by more than rounding."""
     other = model.with_settings(scale=ANOTHER_SCALE * model.settings.factor)
     if not {"scores", "weights"} <= set(call.stages):
         stage = "weights" if "weights" in call.stages else "output"
@@ -170,7 +167,6 @@ def _differs(
     other: AttentionModel,
     moved: RecordedCall | None = None,
 ) -> bool:
-    """True if a stage of another model, or of a moved call, is apart by more than rounding."""
     theirs = other.predict_stage(stage, call if moved is None else moved)
     forced = model.prepare_stage(stage, call)
     apart = absolute_difference(forced.result, theirs)

@@ -60,11 +60,7 @@ def current() -> Watch:
 
 
 def look(stage: str = "", done: int = 0, total: int = 0) -> None:
-    """Report what is tried; without a stage, look at the time alone.
-
-    Raises:
-        OutOfTimeError: the budget is spent.
-    """
+    """Report what is tried, if anything; raise OutOfTimeError when the budget is spent."""
     watch = _current.get()
     if stage:
         watch.progress(stage, done, total)

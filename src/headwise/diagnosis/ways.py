@@ -41,7 +41,6 @@ def _state_agreement(explained: ExplainedCalls, given: Mapping[str, Inputs]) -> 
 def _compare_with_one_call(
     explained: ExplainedCalls, steps: Sequence[Inputs], doubtful: Subject
 ) -> Iterator[str]:
-    """Yield how far calls of the doubtful one with a cache are from its own single call."""
     settings = explained.model.settings
     is_causal = settings.causal or (settings.sides or (None, None))[1] == 0
     if explained.outputs_agree or not is_causal:

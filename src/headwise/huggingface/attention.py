@@ -98,7 +98,6 @@ def build_matrix_and_values(
 def _read_mask_and_bias(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: object, options: dict[str, Any]
 ) -> tuple[Mask, ScoreBias]:
-    """Return the mask and the score bias of a call."""
     mask, score_bias = Mask(), ScoreBias()
     if isinstance(attention_mask, LazyMask) and attention_mask.written is not None:
         attention_mask = attention_mask.written  # the model may have edited the dense tensor
@@ -133,7 +132,6 @@ def _narrow_float64(added: Tensor, query: Tensor) -> Tensor:
 
 
 def _default_mask(module: nn.Module, query: Tensor, options: dict[str, Any]) -> Mask:
-    """Return the mask of a layer without a mask, by transformers' rule for ``is_causal``."""
     causal = options.get("is_causal")
     if causal is None:
         # In a model with float masks only, None means that every key may be attended.
@@ -146,7 +144,6 @@ def _default_mask(module: nn.Module, query: Tensor, options: dict[str, Any]) -> 
 
 
 def _add_leading_axes(tensor: Tensor) -> Tensor:
-    """Add leading axes of size 1, as broadcasting does."""
     return tensor[(None,) * (len(AXES.split()) - tensor.dim())]
 
 

@@ -101,11 +101,7 @@ class LazyMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator on the dense mask."""
         kwargs = kwargs or {}
@@ -136,7 +132,6 @@ class LazyMask(Tensor):
 
 
 def _copy_only_moves(options: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Check whether a copy changes only the device."""
     unchanged = {"dtype": dtype, "layout": torch.strided, "memory_format": torch.preserve_format}
     changed = {name for name, value in options.items() if value not in (None, unchanged.get(name))}
     return changed <= {"device", "non_blocking"}
@@ -178,7 +173,6 @@ def file_has_no_sdpa(layer: type) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _config_needs_float_masks(config: type) -> bool:
-    """Check whether a model with this configuration supports only eager's float masks."""
     return any(not model._supports_sdpa for model in _models_of_config(config))
 
 
@@ -244,7 +238,6 @@ def _require_model_supports_attention_interface(config: type) -> None:
 
 
 def _models_of_config(config: type) -> list[Any]:
-    """Return the models that transformers builds from a configuration of this class."""
     models: Any = MODEL_MAPPING.get(config, ()) if issubclass(config, PreTrainedConfig) else ()
     return list(models) if isinstance(models, (list, tuple)) else [models]
 

@@ -204,7 +204,6 @@ _KINDS = (
 def _reader_agrees(
     function: MaskFunction, tokens: TokenPositions, readers: dict[CodeType, Reader]
 ) -> bool:
-    """Check that a reader's mask equals the function's mask in every cell."""
     if (mask := read_mask_function(function, tokens, readers)) is None:
         return False
     batch, device = len(_PADDING), _PADDING.device

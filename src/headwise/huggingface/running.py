@@ -51,7 +51,6 @@ def using_headwise_attention(model: nn.Module) -> Iterator[None]:
 
 
 def _all_configs(roots: list[Any]) -> list[Any]:
-    """Return the configurations and all nested ones, each once."""
     configs: dict[int, Any] = {}
     pending = list(roots)
     while pending:
@@ -92,7 +91,6 @@ def observe_attention() -> Iterator[None]:
 
 
 def _wrap_with_observer(function: AttentionFunction, name: str) -> AttentionFunction:
-    """Return an attention function that also reports its calls."""
     # Here, since both import transformers, which this module is to do without.
     from headwise.huggingface.attention import attend, build_matrix_and_values
 
@@ -127,7 +125,6 @@ def _wrap_with_observer(function: AttentionFunction, name: str) -> AttentionFunc
 
 
 def _mask_as_tensor(mask: Any, query: Tensor, key: Tensor) -> Any:
-    """Return a mask as a tensor, cut to the keys."""
     flex = sys.modules.get("torch.nn.attention.flex_attention")  # slow to import
     if flex is not None and isinstance(mask, flex.BlockMask):
         sizes = len(query), 1, query.shape[2], key.shape[2]

@@ -189,7 +189,6 @@ Names = dict[nn.MultiheadAttention, list[str]]  # of the layers to swap, with al
 
 
 def _find_layers_to_swap(model: nn.Module) -> tuple[Names, dict[str, str]]:
-    """Return the layers to swap, and name -> reason for the others."""
     names: Names = {}
     kept: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -225,7 +224,6 @@ def _upgraded_class(layer: nn.MultiheadAttention) -> type[MultiheadAttention]:
 
 
 def _switch_off_fused_paths(model: nn.Module, undo: ExitStack) -> Iterator[tuple[str, str]]:
-    """Turn off the fused paths that read the weights of a swapped layer; yield name, attribute."""
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             attribute, off, inner = "activation_relu_or_gelu", 0, [module]
@@ -278,7 +276,6 @@ def _run_in_eval_mode(
 
 
 def _largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> OutputDifference:
-    """Compare two lists of tensors element by element."""
     largest, scale, mended = 0.0, 0.0, 0
     for x, y in zip(before, after, strict=True):
         x, y = x.double(), y.double()

@@ -501,7 +501,6 @@ class Attention(nn.Module):
         cache: Cache | None = None,
         gate: Tensor | None = None,
     ) -> packing.CallInputs:
-        """Check the arguments of a call, and add the window and the score bias of the layer."""
         checks.check_tokens("x", x, self.embed_dim, checks.X_AXES, self.q_proj)
         if source is not None or self.source_dim != self.embed_dim:
             checks.check_source(self, x, source)
@@ -522,7 +521,6 @@ class Attention(nn.Module):
     def _matrix_and_values(
         self, tokens: packing.Unpacked, call: packing.CallInputs
     ) -> tuple[AttentionMatrix, Tensor]:
-        """Project, split into heads, normalise, rotate and cache; return the matrix and values."""
         q, k, v = self.q_proj(tokens.x), self.k_proj(tokens.source), self.v_proj(tokens.source)
         place = None if self.qk_norm is None else (self.qk_norm.over, self.qk_norm.place)
         if place == ("width", "before"):
@@ -555,7 +553,6 @@ class Attention(nn.Module):
         return with_finite_padding(matrix) if tokens.is_zeroed else matrix, v
 
     def _gated(self, outputs: Tensor, x: Tensor) -> Tensor:
-        """Return the head outputs times the output gate of their tokens, if the layer has one."""
         if self.output_gate is None or self.gate_proj is None:
             return outputs
         heads, width = self._head_counts[0], gate_width(self.output_gate, self.value_dim)
@@ -565,13 +562,11 @@ class Attention(nn.Module):
 
     @property
     def _head_counts(self) -> tuple[int, int]:
-        """The numbers of query heads and kv heads that this module computes."""
         if self.part is None:
             return self.num_heads, self.num_kv_heads
         return len(self.part.heads), len(self.part.kv_heads)
 
     def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise queries and keys."""
         assert self.q_norm is not None
         assert self.k_norm is not None
         return self.q_norm(q), self.k_norm(k)

@@ -162,7 +162,6 @@ def check_tokens(
 
 
 def _shape_advice(name: str, x: Tensor, width: int) -> str:
-    """Return the code or advice that gives ``x`` the shape of tokens."""
     if x.dim() == 0 or x.shape[-1] != width:
         if x.dim() == 3 and x.shape[1] == width:
             return f"{name}.transpose(1, 2): its second axis is {width} wide"

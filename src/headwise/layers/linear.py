@@ -78,7 +78,6 @@ class _Linear(torch.autograd.Function):
 
 
 def _is_supported_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """True if oneDNN's product supports these tensors."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return (
         private_torch.HAS_ONEDNN_LINEAR
@@ -184,7 +183,6 @@ def _initialise_torch(
 
 @torch.no_grad()
 def _rescale_query_projection(layer: Attention, source_scale: float) -> None:
-    """Multiply the queries' projection by the source's scale over the layer's scale."""
     layer_scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
     if layer_scale in (0.0, source_scale):
         return

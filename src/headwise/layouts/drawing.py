@@ -99,11 +99,7 @@ def equalise_indistinct_axes(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
 
 
 def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
-    """Return the sizes of a drawing: those given, and `EXAMPLE` for the others.
-
-    Raises:
-        ShapeError: the layout cannot have them.
-    """
+    """Return the given sizes, else those of `EXAMPLE`; raise ShapeError if they do not fit."""
     base = dict(EXAMPLE)
     if "heads" in layout.splits:  # two in each of its parts
         base["heads"] = 2 * prod(layout.fixed.values())
@@ -219,7 +215,6 @@ _NAMES = tuple(AXES)
 
 
 def _labelled_tensor(tensor: str, sizes: Mapping[str, int]) -> Tensor:
-    """Return a canonical tensor whose entries encode the tensor, the head and the channel."""
     axes = AXES[tensor]
     entries = torch.full([sizes[axis] for axis in axes], _NAMES.index(tensor))
     for names in (_PER_HEAD, _WITHIN):
@@ -299,7 +294,6 @@ def _describe_cell_lengths(cells: Sequence[DrawnCell]) -> str:
 
 
 def _wrap_cells_into_lines(cells: Sequence[DrawnCell]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the start and the names of each line: a repeated part, or a tensor, in short lines."""
     kinds = [cell.owners[0][0] for cell in cells]
     runs = [kind for kind, _ in groupby(kinds)]
     comes_again = len(set(runs)) < len(runs)

@@ -129,7 +129,6 @@ def _find_modules_by_templates(
 
 
 def _remove_base_prefix(template: str) -> str:
-    """Return a template without the name of the base model; "" where it has none."""
     base = next((base for base in BASES if template.startswith(base)), None)
     return "" if base is None else template.removeprefix(base)
 

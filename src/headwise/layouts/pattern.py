@@ -268,11 +268,7 @@ def find_axis_led_by(pattern: Pattern, names: Iterable[str]) -> LeadingName | No
 
 @cache
 def parse_pattern(text: str) -> Pattern:
-    """Parse a pattern.
-
-    Raises:
-        OptionError: the text is no pattern; the message quotes the wrong token.
-    """
+    """Parse a pattern; raise OptionError, which quotes the wrong token, for a text that is none."""
     tokens = _tokenize_pattern(text)
     whole = None
     if tokens and tokens[0].endswith(":"):
@@ -310,7 +306,6 @@ def _parse_axes(tokens: list[str], text: str) -> Iterator[PatternAxis]:
 
 
 def _parse_product_axis(tokens: list[str], text: str) -> PatternAxis:
-    """Parse an axis in round brackets, after the opening bracket."""
     before: list[str] = []
     blocks: tuple[PatternBlock, ...] = ()
     after: list[str] = []
@@ -439,8 +434,6 @@ def _solve_axis(
 
 
 def _nearest_fitting(axis: PatternAxis, length: int, sizes: Sizes, count: str, unknown: str) -> str:
-    """Return the nearest counts with which the axis has a whole number of the unknown."""
-
     def fits(n: int) -> bool:
         at_1, at_2 = (axis.size(sizes | {count: n, unknown: size}) for size in (1, 2))
         size, rest = divmod(length - at_1 + (at_2 - at_1), at_2 - at_1)

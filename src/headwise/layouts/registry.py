@@ -156,7 +156,6 @@ def _find_by_name(names: Collection[str], patterns: Mapping[str, Obstacle]) -> O
 
 
 def _unlisted_tensors(names: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each layout with a whole module, and the tensors in its modules that it lacks."""
     for layout in layouts_by_name().values():
         modules = find_modules(layout, names)
         if any(layout.required <= {*module.tensors.values()} for module in modules):

@@ -81,7 +81,6 @@ class ShardMap:
         return tuple(n // distinct if axis == dim else n for axis, n in enumerate(whole))
 
     def _divided_axis(self, name: str) -> tuple[int | None, int]:
-        """Return the divided axis of a tensor, and the number of its different slices."""
         axis = self.axes.get(name)
         return (None, 1) if axis is None else (axis.dim, self.count // axis.copies)
 

@@ -208,7 +208,6 @@ def bind_clauses(clauses: Iterable[Clause], sizes: MatrixSizes, device: torch.de
 
 
 def _intersect_rectangles(some: list[Rectangle], others: list[Rectangle]) -> list[Rectangle]:
-    """Intersect two lists of disjoint rectangles of one sequence."""
     pairs = [
         Rectangle(a.batch, a.queries.intersection(b.queries), a.keys.intersection(b.keys))
         for a in some

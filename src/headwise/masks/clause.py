@@ -214,10 +214,7 @@ class Clause(ABC):
 
 
 class IntervalClause(Clause):
-    """A clause that leaves each query one run of keys.
-
-    `key_interval_per_query` is all that a subclass needs.
-    """
+    """A clause that leaves each query one run of keys; a subclass has `key_interval_per_query`."""
 
     @abstractmethod
     def key_interval_per_query(

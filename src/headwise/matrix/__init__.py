@@ -10,6 +10,5 @@ if TYPE_CHECKING:
     from headwise.matrix.operator import TransposedMatrix as TransposedMatrix
 
 __getattr__, __dir__, __all__ = export_lazily(
-    __name__,
-    {"kernels.dispatch": "Explanation", "operator": "Statistics TransposedMatrix"},
+    __name__, {"kernels.dispatch": "Explanation", "operator": "Statistics TransposedMatrix"}
 )

@@ -365,7 +365,6 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
         return dense.attend_one_query(self.q, self.k, v, self.scale) if self._is_plain else None
 
     def _needs_gradient(self, v: Tensor) -> bool:
-        """True if autograd records a product with these values."""
         if not torch.is_grad_enabled():
             return False
         leaves = (self.q, self.k, v) if self.sink is None else (self.q, self.k, v, self.sink)

@@ -348,7 +348,6 @@ def count_top_keys(scan: HeadScan, standouts: Collection[tuple[int, int]] | None
 
 
 def _stored_top_keys(scan: HeadScan, layer: LayerScan) -> list[int]:
-    """Return how many keys of every query the scan stored for each head of a layer."""
     summary, kept = layer.summaries.get(TOP_KEYS), sequence_lengths_of_text(scan, layer.query_text)
     if summary is None or not kept or tuple(summary["lengths"].tolist()[: len(kept)]) != kept:
         return [0] * len(layer.heads)

@@ -184,7 +184,6 @@ def _cells_by_head(gaps: Sequence[StageGaps], stage: str, heads: int) -> Iterabl
 
 
 def _make_position_cells(gaps: Sequence[StageGaps], stage: str) -> Iterable[HeatCell]:
-    """Yield a cell for each position of a first call, as long as the longest of them."""
     rows = [gap.by_position for gap in gaps if not gap.call]
     for position in range(min(max(map(len, rows), default=0), MOST_POSITIONS)):
         size = max(row[position] for row in rows if position < len(row))

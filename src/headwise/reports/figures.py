@@ -170,7 +170,6 @@ def _draw_grid(
 
 
 def _wrap_label(label: str, axes: Axes, figure: Figure) -> str:
-    """Return the label of a colour bar in lines that are as long as the axes are high."""
     inches = axes.get_position().height * figure.get_figheight()
     return textwrap.fill(label, max(LETTERS, int(LETTERS * inches)))
 
@@ -200,7 +199,6 @@ class _SideInSight(NamedTuple):
 
     @property
     def tokens(self) -> range:
-        """The tokens in sight."""
         if self.axis is None:
             return range(0)
         first, end = (math.ceil(n * self.axis.size) for n in (self.first, self.last + 1))
@@ -217,7 +215,6 @@ class _SideInSight(NamedTuple):
 def _make_side(
     name: str, tokens: range | None, blocks: int, axis: blobs.MapAxis | None
 ) -> _SideInSight:
-    """Return the blocks that hold the tokens; all if None."""
     if tokens is None:
         return _SideInSight(axis, blocks, 0, blocks - 1)
     if axis is None:
@@ -282,7 +279,6 @@ def _plot_map(
 
 
 def _describe_map_cells(queries: blobs.MapAxis | None, keys: blobs.MapAxis | None) -> str:
-    """Return what a cell of the map is."""
     if queries is None or keys is None:
         return "weight of a block"
     if queries.size == keys.size == 1:
@@ -296,7 +292,6 @@ def _describe_map_cells(queries: blobs.MapAxis | None, keys: blobs.MapAxis | Non
 def _mark_short_ends(
     axes: Axes, down: tuple[float, float] | None, across: tuple[float, float] | None
 ) -> None:
-    """Draw a line beside the last block of an axis, if it is shorter than the others."""
     line: dict[str, Any] = {"color": "#c43c00", "linewidth": 2, "clip_on": False}
     if across is not None:
         axes.plot(across, (-0.015, -0.015), transform=axes.get_xaxis_transform(), **line)
@@ -305,14 +300,12 @@ def _mark_short_ends(
 
 
 def _few(side: _SideInSight) -> range:
-    """Return the tokens in sight if they are few enough for their words, else none."""
     return side.tokens if len(side.tokens) <= MOST_TOKENS else range(0)
 
 
 def _label_axes_with_tokens(
     axes: Axes, sides: Sequence[_SideInSight], words: Sequence[Sequence[str]], width: float
 ) -> None:
-    """Write the text of each token beside a map of few tokens."""
     size = min(8, width * POINTS / max(1, *(len(side.tokens) for side in sides)))
     for axis, side, labels in zip((axes.yaxis, axes.xaxis), sides, words, strict=True):
         if any(labels):
@@ -323,7 +316,6 @@ def _label_axes_with_tokens(
 def _word_of(
     scan: HeadScan, text: int | None, sequence: int, token: int, name_of: Names | None
 ) -> str:
-    """Return the text of a token as a label; empty if it is unknown."""
     if text is None:
         return ""
     word = escape_unprintable(scan.texts[text].word(sequence, token, name_of))
@@ -384,7 +376,6 @@ def _plot_token(
 def _describe_answer(
     answer: TokenWeights, marked: Sequence[tuple[int, float]], direction: Direction
 ) -> str:
-    """Return how exact an answer is, and how much of all weight it shows, as the page says it."""
     ranks, total = answer.ranks, sum(weight for _, weight in answer.pairs)
     if not answer.pairs:
         return "none" if ranks is None else f"none among the top {ranks}"
@@ -417,7 +408,6 @@ def _name_head(scan: HeadScan, layer: int, head: int) -> str:
 
 
 def _set_title(title: str, axes: Axes, ax: Any, width: float) -> None:
-    """Write the title over a new figure, or over the axes that were given."""
     wrapped = textwrap.fill(title, max(TITLE_LETTERS, int(TITLE_LETTERS * width)))
     if ax is None:
         axes.figure.suptitle(wrapped, fontsize=TITLE_SIZE)

@@ -171,7 +171,6 @@ def report_meta(
 
 
 def _opening_meta(report: view.ScanReport) -> dict[str, int] | None:
-    """Return the head and the token of the link that the page opens with, if there is one."""
     link = find_strongest_link(report.scan, report.name_of)
     return None if link is None else dict(zip(("layer", "head", "token"), link, strict=True))
 
@@ -225,7 +224,6 @@ def _scan_meta(
 
 
 def _drawn_statistics(scan: HeadScan, diff: ScanDiff | None) -> list[view.DrawnStatistic]:
-    """Return the statistics of a scan; those of two scans have one scale, and the total change."""
     drawn = view.drawn_statistics(scan)
     if diff is None:
         return drawn
@@ -290,7 +288,6 @@ def _statistic_meta(scan: HeadScan, statistic: view.DrawnStatistic) -> dict[str,
 
 
 def _round_number(value: float) -> float | None:
-    """Return six digits of a value, None where there is none."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
@@ -409,10 +406,7 @@ class LayerMaps(NamedTuple):
 
 
 def map_images(scan: HeadScan, cards: list[HeadCard]) -> list[LayerMaps]:
-    """Return the maps of each layer.
-
-    Of a model with more than `MOST_MAPS` heads, only those that stand out have one.
-    """
+    """Return the maps of each layer; above `MOST_MAPS` heads, only of those that stand out."""
     shown = {(index, head) for _, index, head in scan.heads}
     if len(shown) > MOST_MAPS:
         shown = {(card.layer, card.head) for card in cards}

@@ -240,7 +240,6 @@ class ScanReport:
 
     @property
     def _similar_heads(self) -> list[dict[str, Any]]:
-        """The heads most similar to each, with the number of queries that they were read on."""
         scan, rows = self.scan, list[dict[str, Any]]()
         compared, places = scan.compared_queries, scan.heads
         distances = scan[HEAD_DISTANCE] if any(compared) else None
@@ -437,7 +436,6 @@ def drawn_statistic(scan: HeadScan, name: str) -> DrawnStatistic:
 
 
 def _make_scale(scan: HeadScan, definition: Definition, real: Tensor, middle: float) -> Scale:
-    """Return the scale: from the definition, or around the values, but never of a narrow range."""
     if definition.colour_scale != "range":
         return Scale(definition.colour_scale, 0.0, 1.0)
     if not real.numel():
@@ -506,7 +504,6 @@ def standout_heads(
 
 
 def _value_at(head: HeadValue | None, other: HeadValue) -> float:
-    """Return the value of a head if the other one is the same head, else 0."""
     is_same = head is not None and head[:3] == other[:3]
     return head.value if head is not None and is_same else 0.0
 

@@ -63,13 +63,7 @@ def head_rows(table: Sequence[dict[str, Any]]) -> list[tuple[str, list[HeadCell]
 
 
 def render_pruning(result: Pruning, model: str, commands: Sequence[str] = ()) -> str:
-    """Return the page of a pruning as HTML.
-
-    Args:
-        result: the pruning.
-        model: the name of the model.
-        commands: lines that load what was written.
-    """
+    """Return the HTML page of a pruning of a model; ``commands`` load what was written."""
     curve = draw_curve(result)
     rows = head_rows(result.plan.table())
     return _render("surgery.html", result, model, curve=curve, commands=commands, rows=rows)

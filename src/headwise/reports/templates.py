@@ -77,6 +77,5 @@ def _replace_style_by_class(match: re.Match[str], rules: dict[str, str]) -> str:
 
 
 def _policy_digest(content: str) -> str:
-    """Return the digest of a script or a style, as a policy has it."""
     digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
     return f"'sha256-{digest}'"

@@ -60,7 +60,6 @@ def _print_changes(changes: list[HeadChange], console: Console, opening: str = "
 
 @contextmanager
 def _captured() -> Iterator[tuple[Console, list[str]]]:
-    """Yield a console without colours, and a list that then has the lines that were printed."""
     lines: list[str] = []
     # In a notebook, rich would write to the cell and not to the file without force_jupyter=False.
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
@@ -106,7 +105,6 @@ def print_statistic_grid(report: view.ScanReport, console: Console) -> None:
 
 
 def _layer_names_legend(layers: tuple[str, ...]) -> str:
-    """Return the rows and names of the first layers and of the last."""
     names = [f"{row} is {name}" for row, name in enumerate(layers)]
     skipped = ["..."] if len(names) > MOST_NAMES + 1 else []
     return ", ".join([*names[:MOST_NAMES], *skipped, *names[MOST_NAMES:][-1:]])

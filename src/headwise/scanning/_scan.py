@@ -119,8 +119,6 @@ def _require_callables(model: object, **functions: object) -> None:
 
 
 class _Collector:
-    """Collects the summaries of every layer of a model as its attention calls come in."""
-
     def __init__(
         self,
         model: Any,
@@ -148,7 +146,6 @@ class _Collector:
         self._is_new = True
 
     def add(self, call: CapturedCall) -> None:
-        """Reduce one attention call to summaries, and merge them into those of its layer."""
         self._calls += 1
         self._progress(call.layer, self._calls, 0)
         self._first = self._first or call.layer
@@ -196,7 +193,6 @@ class _Collector:
         self._pass.add(layer, reads, rows)
 
     def _end_pass(self) -> None:
-        """Compare the heads of the layers that the last pass of the model has shown."""
         ended, self._pass = self._pass, PassOfModel()
         if self._distance is None or not ended.layers:
             return

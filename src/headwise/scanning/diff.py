@@ -281,7 +281,6 @@ def _require_same_heads(before: ScanReadings, after: ScanReadings) -> None:
 
 
 def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, ...]:
-    """Return the statistics that both scans have and that can be subtracted."""
     names = [name for name in before.measured if FIELD not in before.definition(name).axes]
     names = [name for name in names if name in after.measured]
     names = [name for name in names if _has_same_entries(before, after, name)]
@@ -312,7 +311,6 @@ def _has_same_entries(before: ScanReadings, after: ScanReadings, name: str) -> b
 def _head_distances(
     before: ScanReadings, after: ScanReadings, names: tuple[str, ...]
 ) -> list[Tensor]:
-    """Return, for each layer, the distances (heads of before, heads of after)."""
     scanned = [list(layer.heads) for layer in before.layer_scans]
     totals = [torch.zeros(len(heads), len(heads), dtype=torch.float64) for heads in scanned]
     counts = [torch.zeros_like(total) for total in totals]

@@ -148,7 +148,7 @@ REWORDED = {
     "cell (a, b): mean over the queries of block a of Σⱼ A[i, j] over the keys of block b; "
     "the i-th of n real tokens is in block ⌊64 i / n⌋": "cell (a, b): mean over the queries of "
     "block a of Σⱼ A[i, j] over the keys of block b; the i-th of n real tokens is in block "
-    "⌊c i / n⌋ of c: 64 blocks if no other number was chosen",
+    "⌊c i / n⌋ of c: 64 blocks if no other number was chosen"
 }
 
 
@@ -299,7 +299,6 @@ def read_scan_fields(
 
 
 def _list_by_name(statistics: Iterable[Statistic]) -> dict[str, list[Statistic]]:
-    """Return the statistics that files may have, by name; a given one replaces headwise's."""
     shipped = (*catalogue.STANDARD, TopKeysOfEveryQuery(), *catalogue.IMPORTANCE)
     known: dict[str, list[Statistic]] = {}
     for statistic in (*shipped, *catalogue.EARLIER):
@@ -390,7 +389,6 @@ def _check_scan_fields(about: dict[str, Any]) -> None:
 def _match_statistic(
     saved: Mapping[str, Any], known: Mapping[str, list[Statistic]], path: Path, version: str
 ) -> Statistic:
-    """Return the known statistic of a saved name, if both have the same meaning."""
     named, name = known.get(saved["name"], []), shorten_for_message(saved["name"])
     if not named:
         raise OptionError(
@@ -413,7 +411,6 @@ def _match_statistic(
 def _rebuild_layers_and_texts(
     saved: Sequence[Any], tensors: Mapping[str, Tensor], statistics: Iterable[Statistic]
 ) -> tuple[tuple[LayerScan, ...], tuple[ScannedText, ...]]:
-    """Return the layers and the texts from checked fields and their tensors."""
     by_name, rest = {each.definition.name: each for each in statistics}, dict(tensors)
     texts: list[ScannedText] = []
     while (ids := rest.pop(f"texts/{len(texts)}/ids", None)) is not None:
@@ -454,7 +451,6 @@ def _rebuild_layers_and_texts(
 def _rebuild_written(
     parts: Mapping[str, Tensor], lengths: Sequence[int], where: str
 ) -> tuple[WrittenText | None, ...]:
-    """Return the written texts of a text from their tensors; none if there are no tensors."""
     if not parts:
         return ()
     kinds = {name: (parts[name].dtype, parts[name].dim()) for name in WRITTEN if name in parts}

@@ -103,11 +103,7 @@ def prepare(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[model_inputs
 
 
 def gradients(
-    model: nn.Module,
-    inputs: Any,
-    *,
-    loss: Loss | None = None,
-    layers: selection.Layers = None,
+    model: nn.Module, inputs: Any, *, loss: Loss | None = None, layers: selection.Layers = None
 ) -> HeadScan:
     """Measure ``gate_gradient``, ``gate_gradient_normalised`` and ``taylor`` of every head.
 
@@ -325,7 +321,6 @@ class _HeadAblation(_Watcher):
         self._shapes: dict[str, torch.Size] = {}  # of each layer's head outputs, for this input
 
     def __call__(self, call: CapturedCall) -> Tensor | None:
-        """Return the head outputs with the head that is off replaced, or None in a first pass."""
         index, self._call_index = self._call_index, self._call_index + 1
         outputs = require_not_none(call.outputs)
         if self._off is None:
@@ -483,7 +478,6 @@ def _mean_cross_entropies(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
 def _run_losses(
     model: nn.Module, model_input: model_inputs.ModelInput, recorder: Recorder, loss: Loss | None
 ) -> Float[Tensor, " batch"]:
-    """Run a model, and return the loss of each sequence in float64."""
     output, inputs = recorder.run(model_input), model_input.original
     if loss is None:
         loss = partial(next_token, vocabularies=find_vocabularies(model, recorder))
@@ -537,11 +531,7 @@ def _require_causal(call: CapturedCall) -> None:
 
 
 def find_logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> Tensor:
-    """Return the logits of a model's output.
-
-    Raises:
-        OptionError: there are none.
-    """
+    """Return the logits of a model's output; raise OptionError if there are none."""
     logits = output.get("logits") if isinstance(output, Mapping) else None
     logits = getattr(output, "logits", None) if logits is None else logits
     if isinstance(logits, Tensor):

@@ -221,7 +221,6 @@ def _name_and_inputs(text: TextToRead | tuple[str, Any]) -> tuple[str, Any]:
 
 
 def _count_tokens(inputs: Any) -> int:
-    """Return the length of a document: batch x length of its first tensor."""
     tensors = (x for x in iterate_leaves(inputs) if isinstance(x, Tensor))
     return next((int(x.shape[:2].numel()) for x in tensors), 1)
 

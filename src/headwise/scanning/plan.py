@@ -161,7 +161,6 @@ def _cells_within_bounds(heads: int, tokens: int) -> int | None:
 def _leave_out_empty(
     model: ModelToScan, texts: Sequence[TextToRead]
 ) -> tuple[ModelToScan, tuple[TextToRead, ...]]:
-    """Return the texts that are not empty, and the model with a note on the others."""
     if empty := [text.name for text in texts if text.is_empty]:
         note = f"left out, with fewer than two tokens: {list_some(empty)}"
         model = replace(model, notes=(*model.notes, escape_unprintable(note)))
@@ -174,7 +173,6 @@ def _leave_out_empty(
 def _choose_top_keys(
     names: Sequence[str] | None, trial: HeadScan, tokens: int, *, by_default: bool
 ) -> Literal["all"] | list[tuple[int | str, int]]:
-    """Return "all", or the heads of these names; an empty list for none."""
     if names is None:
         return "all" if by_default and len(trial.heads) * tokens <= MOST_ROWS else []
     if list(names) in (["all"], ["none"]):

@@ -189,7 +189,6 @@ class Recorder:
         self.stack.append(module_call)
 
     def _note_module_start(self, module_call: ModuleCall) -> None:
-        """Note the tokens that an embedding looks up, and the consumers of head outputs."""
         is_whole = not self.stack
         if is_whole:
             self._tokens.begin_pass(module_call.tokens)
@@ -312,7 +311,6 @@ class Recorder:
     def _join_divided_heads(
         self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor
     ) -> tuple[AttentionMatrix, Tensor, Tensor]:
-        """Return the operands of all heads, if the call computes some of them that are divided."""
         stack = self.stack
         if not self._has_divided_weights or not stack:
             return matrix, v, outputs
@@ -361,7 +359,6 @@ class Recorder:
     def _make_call_record(
         self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor
     ) -> CapturedCall:
-        """Return the record of a call, with what is known before anything else runs."""
         stack, layer = self.stack, self._layer_name(matrix)
         batch, _, queries, keys = matrix.shape
         is_cross = _is_cross(stack, matrix)
@@ -412,7 +409,6 @@ class Recorder:
 
 
 def _members_if_same_class(listing: nn.Module) -> list[nn.Module]:
-    """Return the members of a list of modules if all are of one class, such as layers."""
     if not isinstance(listing, (nn.ModuleList, nn.Sequential)):
         return []
     members = [weights.unwrap_compiled(member) for member in listing]

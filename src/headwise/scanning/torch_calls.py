@@ -99,7 +99,6 @@ def _record_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Notify the watcher, and return its outputs in their first shape."""
     axes = _Axes(outputs.shape[:-2], is_grouped=enable_gqa)
     head_outputs = axes.with_four_axes(outputs)
     heads = head_outputs.shape[1]

@@ -95,7 +95,6 @@ def has_own_matrix(module: nn.Module) -> bool:
 
 
 def _weight_inputs_by_outputs(module: nn.Module) -> Tensor | None:
-    """Return the floating-point weight (in, out) of a module, if it has one."""
     stored = getattr(module, "weight", None)
     weight = dequantize_weight(stored.detach()) if isinstance(stored, Tensor) else None
     if weight is None or weight.dim() != 2:

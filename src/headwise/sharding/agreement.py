@@ -112,7 +112,6 @@ def require_same_on_every_rank(name: str, tensor: Tensor, mesh: DeviceMesh) -> N
 
 
 def _find_differing_rank(numbers: Tensor, mesh: DeviceMesh) -> int | None:
-    """Return the first rank whose numbers are not those of rank 0."""
     gathered = [torch.empty_like(numbers) for _ in range(mesh.size())]
     dist.all_gather(gathered, numbers, group=mesh.get_group())
     return next((n for n, x in enumerate(gathered) if not torch.equal(x, gathered[0])), None)

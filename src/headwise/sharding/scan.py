@@ -137,7 +137,6 @@ def head_statistics(
 def _merge_over_ranks(
     matrix: SequenceMatrix, calls: list[CapturedCall], statistics: list[TileStatistic]
 ) -> dict[str, Tensor]:
-    """Compute the summaries of this rank's runs, and merge those of all ranks in their order."""
     local = [compute_summaries(call, statistics) for call in calls if call.matrix.shape[2]]
     everyone: list[Any] = [None] * matrix.scores.queries.size
     dist.all_gather_object(everyone, local, group=matrix.scores.queries.group)

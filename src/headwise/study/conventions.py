@@ -137,7 +137,6 @@ def output_without_keys(implementation: Implementation) -> str:
 
 
 def _differs_from_one(sums: Tensor) -> bool:
-    """Check whether sums of weights differ from 1 by more than rounding."""
     return bool(((sums - 1).abs() > 2 * LENGTH * torch.finfo(sums.dtype).eps).any())
 
 

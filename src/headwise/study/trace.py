@@ -73,10 +73,7 @@ class TracedStep:
 def trace_operations(
     layer: nn.Module, x: Tensor, forward: Callable[[Tensor], Any]
 ) -> tuple[TracedStep, ...]:
-    """Return the operations of ``forward(x)`` that depend on ``x``.
-
-    The parameters of ``layer`` distinguish projections from products of activations.
-    """
+    """Return the operations that depend on ``x``; the parameters of ``layer`` mark projections."""
     with _Recorder(layer, x) as recorder:
         forward(x)
     return tuple(recorder.steps)

@@ -131,10 +131,7 @@ def convert_to_int64(tensor: Tensor, name: str) -> Tensor:
 
 
 def convert_to_int_or_none(value: object) -> int | None:
-    """Return an integer of any library as an int, or None if ``value`` is not an integer.
-
-    A SymInt of a compiled graph is returned as it is.
-    """
+    """Return an integer of any library as an int, a SymInt as it is; None for other values."""
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
     with suppress(TypeError):  # not an integer

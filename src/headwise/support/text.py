@@ -94,7 +94,6 @@ def describe_value(value: object) -> str:
 
 
 def _describe_container(value: Collection[Any]) -> str:
-    """Return the repr of a container of a few plain values, else its type and length."""
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
     plain = all(value is None or isinstance(value, str | int | float) for value in items)
     short = len(items) <= 8 and plain and all(len(describe_value(value)) <= 20 for value in items)

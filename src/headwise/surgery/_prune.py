@@ -161,7 +161,6 @@ class PruningPlan:
         ]
 
     def __str__(self) -> str:
-        """Return at most 14 lines."""
         choice, rows = self.choice, self.table()
         total, kept = choice.total, choice.kept()
         lines = [
@@ -205,7 +204,6 @@ class Pruning(Measured):
     curve: tuple[Point, ...]
 
     def __str__(self) -> str:
-        """Return the plan, the quality before and after, and the curve."""
         return "\n".join([str(self.plan), *self.result_lines()])
 
     def result_lines(self) -> list[str]:

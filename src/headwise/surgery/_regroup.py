@@ -114,7 +114,6 @@ class RegroupPlan:
         return [{"layer": name, **asdict(merged)} for name, merged in self.merged.items()]
 
     def __str__(self) -> str:
-        """Return at most 14 lines."""
         rows = [*self.merged.items()]
         numbers = sorted({merged.kv_heads for _, merged in rows})
         before = " or ".join(map(str, numbers))
@@ -172,7 +171,6 @@ class Regrouping(Measured):
         return self.plan.cut
 
     def __str__(self) -> str:
-        """Return the plan, the quality before and after, and the curve."""
         return "\n".join([str(self.plan), *self.result_lines()])
 
     def result_lines(self) -> list[str]:

@@ -66,10 +66,7 @@ class Channels:
 def record_products(
     heads: ModelHeads, inputs: Any, *, progress: Progress = no_progress
 ) -> dict[str, InputProducts]:
-    """Run a model, and return the products of the inputs of each attention that runs, by name.
-
-    Only real tokens count.
-    """
+    """Run a model; return by name the products of each attention's inputs, of real tokens only."""
     model, prepared = prepare(heads.model, inputs)
     given: dict[nn.Module, Tensor] = {}
     sums: dict[str, list[Tensor]] = {}
@@ -99,7 +96,6 @@ def record_products(
 
 
 def _projections(heads: ModelHeads, name: str) -> tuple[nn.Module, nn.Module]:
-    """Return the modules that project queries and keys; one module may project both."""
     if name in heads.layers:
         layer = heads.layers[name]
         return layer.q_proj, layer.k_proj
@@ -187,7 +183,6 @@ def _moments(matrix: Tensor, products: Tensor, *, centred: bool) -> Tensor:
 
 
 def _real(moments: Tensor, weights: Tensor, places: Tensor) -> Channels:
-    """Return all of these channels as one set."""
     return Channels(
         moments[..., places, :][..., places][None],
         weights[..., places, :][..., places][None],

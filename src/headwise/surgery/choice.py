@@ -140,7 +140,6 @@ class Search:
         return Choice(first, (*done, *self._order(done)), len(done))
 
     def _measure_again(self, done: list[Step], least: int) -> None:
-        """Measure the effects of the next heads, at least so many, without those of ``done``."""
         following: list[Step] = []
         for step in self._order(done):
             if _size(following) < least:
@@ -150,7 +149,6 @@ class Search:
             self.effects[name] = torch.where(effects.isnan(), self.effects[name], effects)
 
     def _order(self, done: list[Step]) -> list[Step]:
-        """Return the steps that are possible after those of ``done``, the least effect first."""
         gone = self._list_heads(done)
         spare = []
         for stack in self.heads.stacks:
@@ -163,7 +161,6 @@ class Search:
         return [(unit,) for unit in sorted(chain(*spare), key=_effect_of_one_head)]
 
     def _units(self, layers: tuple[str, ...], gone: Heads) -> list[Unit]:
-        """Return the units of layers that keep the same heads."""
         spec = self.heads.specs[layers[0]]
         count, group = int(spec.num_heads), int(spec.num_heads) // int(spec.num_kv_heads)
         effects = torch.stack([self.effects[name] for name in layers]).sum(0)
@@ -182,7 +179,6 @@ class Search:
         ]
 
     def _list_heads(self, steps: list[Step]) -> Heads:
-        """Return the heads of these steps, by layer."""
         heads: Heads = {name: [] for name in self.layers}
         for unit in chain(*steps):
             for name in unit.layers:
@@ -202,6 +198,5 @@ def _size(steps: Sequence[Step]) -> int:
 
 
 def _first_steps(steps: list[Step], most: int) -> list[Step]:
-    """Return the first steps with at most so many heads."""
     sizes = accumulate(_size([step]) for step in steps)
     return [step for step, size in zip(steps, sizes, strict=True) if size <= most]

@@ -231,7 +231,6 @@ class LayerCut:
 
 
 def _describe_step(step: Step) -> str:
-    """Return what numbers of heads do not say, or nothing."""
     if isinstance(step, Merge):
         return f"merged by {'maps' if step.has_maps else 'their mean'}"
     return NAMED.get(step.kind, "")

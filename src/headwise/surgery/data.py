@@ -63,7 +63,6 @@ class Data:
 
 
 def _halve(value: Any) -> tuple[list[Any], list[Any]]:
-    """Return the first and the second half of the sequences of one input."""
     count = _batch(value)
     if count < 2:
         raise OptionError(
@@ -82,11 +81,10 @@ def _rows(value: Any, rows: slice, count: int) -> Any:
         return {name: _rows(part, rows, count) for name, part in value.items()}
     if isinstance(value, tuple):
         return tuple(_rows(part, rows, count) for part in value)
-    return value[rows] if isinstance(value, Tensor) and _length(value) == count else value
+    return value[rows] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
 
 
 def _main_tensor(given: ModelInput) -> Tensor | None:
-    """Return the tensor that holds the sequences: the token ids, or else the first one."""
     parts = (*given.positional, *given.named.values())
     first = next((part for part in parts if isinstance(part, Tensor) and part.dim() > 1), None)
     ids = token_ids(given)
@@ -96,10 +94,6 @@ def _main_tensor(given: ModelInput) -> Tensor | None:
 def _batch(value: Any) -> int:
     main = _main_tensor(list_inputs(value)[0])
     return 0 if main is None else len(main)
-
-
-def _length(tensor: Tensor) -> int:
-    return len(tensor) if tensor.dim() else 0
 
 
 def _marks(value: Any) -> Iterator[bytes]:

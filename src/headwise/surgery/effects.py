@@ -119,7 +119,6 @@ class HeadEffects:
 
 
 def _select(values: Tensor, numbers: list[int]) -> Tensor:
-    """Return the values of these heads, and NaN for others."""
     chosen = torch.full_like(values, torch.nan)
     chosen[numbers] = values[numbers]
     return chosen

@@ -278,7 +278,5 @@ def require_repair(repair: str) -> None:
     """Raise OptionError for another repair."""
     if repair not in REPAIRS:
         raise OptionError(
-            saw=f"repair={repair!r}",
-            needed=f"one of {list_some(REPAIRS)}",
-            do='repair="mean"',
+            saw=f"repair={repair!r}", needed=f"one of {list_some(REPAIRS)}", do='repair="mean"'
         )

@@ -146,7 +146,6 @@ class FolderPlan:
         return f"{size}{stated}; {loads} loads the folder"
 
     def _why_no_smaller(self) -> str:
-        """Return what stores merged kv heads as often as before, or nothing."""
         merged = any(step.kind == Merge.kind for _, cut in self.cut for step in cut.steps)
         if not merged or self.form == "full" or self.nbytes < self.nbytes_before:
             return ""
@@ -317,7 +316,6 @@ def _write_file(
 
 
 def _write_beside(plan: FolderPlan, beside: list[Path], folder: Path) -> None:
-    """Write the index, the config and the record of the cut, and copy all other small files."""
     stored = plan.stored
     for path in beside:
         made = folder / path.relative_to(stored.folder)
@@ -334,7 +332,6 @@ def _write_beside(plan: FolderPlan, beside: list[Path], folder: Path) -> None:
 
 
 def _identify(plan: FolderPlan) -> str:
-    """Return a hash of all that the written files follow from."""
     parts = (plan.stored.source.source_digest(), plan.form, plan.cut.to_json())
     return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -392,7 +389,6 @@ def _read_cut_place(
     name: str,
     layer: LayerCut,
 ) -> dict[str, Tensor]:
-    """Return the tensors of a cut attention by their names in the model."""
     left, target = layer.origins, heads.places[name]
     sizes = target.sizes(heads.state)
     counts = {"heads": len(left.query), "kv_heads": len(left.kv), "head_dim": sizes["head_dim"]}
@@ -490,10 +486,7 @@ def _require_plain_weights(
 
 
 def _pair_places(folder: Path, heads: HeadPlaces, files: list[Place]) -> dict[str, Place]:
-    """Return the place in the file of each attention, by its name in the model.
-
-    transformers gives some tensors other names than their files have.
-    """
+    """Return each attention's place in the file, where names differ, by its name in the model."""
     by_name = {place.name: place for place in files}
     by_number = {_number(place): place for place in files}
     paired = {

@@ -53,7 +53,6 @@ def label_heads(module: nn.Module, cut: LayerCut) -> None:
 
 
 def _as_attention(layer: nn.MultiheadAttention) -> Attention:
-    """Return the native layer with the weights of torch's."""
     if layer.bias_k is not None or layer.add_zero_attn:
         raise OptionError(
             saw="a layer with add_bias_kv or add_zero_attn",

@@ -48,7 +48,6 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
 
 
 def _replace_layers(cut: Cut, heads: ModelHeads) -> Any:
-    """Return a copy of a model whose layers of headwise are cut."""
     made = copy.deepcopy(heads.model)
     for name, layer in cut:
         smaller = cut_layer(layer, heads.layers[name])
@@ -59,7 +58,6 @@ def _replace_layers(cut: Cut, heads: ModelHeads) -> Any:
 
 
 def _set_config(model: nn.Module, plain: PlainConfig) -> None:
-    """Change the fields of every config that the modules of a model hold."""
     stated: Any = model.config
     kinds = {type(stated), type(getattr(stated, "text_config", stated))}
     held = [c for m in model.modules() if type(c := getattr(m, "config", None)) in kinds]

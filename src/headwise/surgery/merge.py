@@ -116,7 +116,6 @@ class _Layer:
         return group_alike(costs, self.count)
 
     def merge(self, groups: Groups) -> tuple[LayerCut, Merged]:
-        """Return the cut that makes one kv head of each group."""
         order = torch.tensor(groups)
         (keys, key_maps), (values, value_maps) = self._fit_all(order)
         cut = self.whole
@@ -145,7 +144,6 @@ class _Layer:
         return fitted
 
     def _lost_mean(self, order: Tensor, value: Tensor, output: Tensor) -> Tensor:
-        """Return the mean output that the merge loses, in float64."""
         means = self.means[order]
         merged = (value @ means[..., None]).squeeze(-1)
         merged = merged.unflatten(0, (-1, self.count)).sum(1).repeat_interleave(self.count, 0)
@@ -163,7 +161,6 @@ class _Layer:
 
 
 def _is_allowed(require: Callable[[AttentionSpec], None], spec: AttentionSpec) -> bool:
-    """True unless the requirement raises."""
     try:
         require(spec)
     except OptionError:

@@ -53,7 +53,7 @@ def find_plain_config(
         stored: the config as its file has it; that of the model if None.
     """
     config = dict(heads.config if stored is None else stored)
-    after = {name: _counts_after(shapes) for name, shapes in cut.items()}
+    after = {name: (s["wq"][0], s["wk"][0], s["wq"][1]) for name, s in cut.items()}
     edited, obstacle = _edit_counts(config, heads, after)
     if any("bo" in shapes and "bo" not in shapes_of(heads, name) for name, shapes in cut.items()):
         section = _section(edited)
@@ -108,15 +108,11 @@ def add_biases(state: State, names: tuple[str, ...]) -> State:
     return {**state, **zeros}
 
 
-def _counts_after(shapes: Shapes) -> Counts:
-    return shapes["wq"][0], shapes["wk"][0], shapes["wq"][1]
-
-
 def _edit_counts(
     config: Mapping[str, Any], heads: HeadPlaces, cut: Mapping[str, Counts]
 ) -> tuple[dict[str, Any], str]:
     """Return the config with the counts of the cut, and the reason why it cannot state them."""
-    edited = _copy(config)
+    edited = {name: dict(x) if isinstance(x, dict) else x for name, x in config.items()}
     old = {name: counts_of(spec) for name, spec in heads.specs.items()}
     new = {**old, **cut}
     if old == new:
@@ -142,10 +138,6 @@ def _section(config: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else config
 
 
-def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: dict(x) if isinstance(x, dict) else x for name, x in config.items()}
-
-
 def _find_changes(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -157,7 +149,6 @@ def _find_changes(
 
 
 def _find_biases(place: Place, built: nn.Module) -> tuple[str, ...]:
-    """Return the biases of an attention that a class builds."""
     patterns, names = place.layout.patterns, built.state_dict().keys()
     held = {t for n, p in patterns.items() if place.name + n in names for t in p.tensors}
     return tuple(name for name in BIASES if name in held)
@@ -166,7 +157,6 @@ def _find_biases(place: Place, built: nn.Module) -> tuple[str, ...]:
 def _shapes_after(
     heads: HeadPlaces, cut: Mapping[str, Shapes], biases: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the model after the cut, by its name."""
     shapes = {name: tuple(x.shape) for name, x in heads.state.items()}
     for name in {**cut, **biases}:
         place, sizes = heads.places[name], heads.places[name].sizes(heads.state)
@@ -180,7 +170,6 @@ def _shapes_after(
 def _find_differences(
     model: nn.Module, made: Mapping[str, tuple[int, ...]], built: nn.Module, words: str
 ) -> Iterator[str]:
-    """Yield what a class builds in another way than the cut model."""
     wanted = {name: tuple(x.shape) for name, x in built.state_dict().items()}
     for name in sorted({*made, *wanted}):
         if made.get(name) != wanted.get(name):

@@ -124,7 +124,6 @@ class Quality:
 
 
 def _run(model: nn.Module, inputs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the output of a model in evaluation mode for each input, and the input."""
     model, prepared = prepare(model, list(inputs))
     with evaluation_mode(model):
         for each in prepared:

@@ -126,9 +126,8 @@ class Take(Step):
         before, group = self.total // state["wk"].shape[0], len(self.heads) // len(self.kv_heads)
         for place, head in enumerate(self.heads):
             old, new = head // before, self.kv_heads[place // group]
-            different = [
-                n for n in KV_TENSORS if n in state and not _are_equal_rows(state[n], old, new)
-            ]
+            held = [n for n in KV_TENSORS if n in state]
+            different = [n for n in held if not torch.equal(state[n][old], state[n][new])]
             if old != new and different:
                 raise OptionError(
                     saw=f"head {head}, whose keys and values are those of kv head {old}, at a "
@@ -150,10 +149,6 @@ class Take(Step):
             )
         if isinstance(spec.score_bias, Other):
             _refuse_unknown("score bias", spec.score_bias)
-
-
-def _are_equal_rows(tensor: Tensor, row: int, other: int) -> bool:
-    return bool(torch.equal(tensor[row], tensor[other]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,10 +257,7 @@ class Basis(Step):
     def apply(self, state: State) -> State:
         """Return the tensors in the other basis, computed in float64 and rounded once."""
         turned = dict(state)
-        for basis, ours, theirs in (
-            (self.key, KEYS, ("wq", "bq")),
-            (self.value, VALUES, ("wo",)),
-        ):
+        for basis, ours, theirs in ((self.key, KEYS, ("wq", "bq")), (self.value, VALUES, ("wo",))):
             if basis is None:
                 continue
             exact = basis.double()
@@ -417,12 +409,7 @@ class Shift(Step):
 
 @dataclass(frozen=True, eq=False)
 class Refit(Step):
-    """Another output projection, fitted to data.
-
-    Attributes:
-        wo: (heads, value_dim, out_dim).
-        bo: (out_dim,), or None for none.
-    """
+    """A fitted output projection: ``wo`` (heads, value_dim, out_dim), ``bo`` (out_dim,) or None."""
 
     kind: ClassVar[str] = "refit"
     wo: Tensor

@@ -161,7 +161,6 @@ def open_for_cut(
 def _describe_text(
     data: Path | None, fit: Sequence[dict[str, Tensor]], held_out: Sequence[dict[str, Tensor]]
 ) -> str:
-    """Return how many sequences each part has, and how many lines of a file are in none."""
     used, others = (sum(len(each["input_ids"]) for each in part) for part in (fit, held_out))
     parts = f"{describe_count(used, 'sequence')} to choose and fit on, {others} held out"
     if data is None:
@@ -271,7 +270,6 @@ def _fits(whole: Cut, units: int, folder: Path, form: Form) -> bool:
 
 
 def _keep_units(whole: Cut, units: int) -> Cut:
-    """Return the cut that keeps the first units of each layer."""
     return Cut({name: cut.keep(range(units * _unit_size(cut))) for name, cut in whole})
 
 

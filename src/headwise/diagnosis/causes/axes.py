@@ -229,7 +229,6 @@ def _another_group(evidence: Evidence) -> Variants:
 def _models_by_kv_head(
     evidence: Evidence, places: tuple[int, ...]
 ) -> Iterator[tuple[dict[str, str], AttentionModel]]:
-    """Yield models whose heads take these kv heads, and of what: both, keys or values alone."""
     if any(list_misshapen_stages(evidence.model, call) for call in evidence.calls):
         return  # the recorded layer has another number of them
     of_keys, of_values = ("scores",), ("head outputs",)
@@ -239,7 +238,6 @@ def _models_by_kv_head(
 
 
 def _take_kv_heads(places: tuple[int, ...], forced: ForcedStage) -> Tensor:
-    """Return a stage whose heads take the kv heads at these places, those of earlier calls too."""
     source = "k after rotary" if forced.stage == "scores" else "v"
 
     def take(call: RecordedCall) -> RecordedCall:
@@ -268,7 +266,6 @@ PARTS_OF_HEADS: Mapping[str, tuple[str, ...]] = {
 
 
 def _one_head_for_all(evidence: Evidence) -> Variants:
-    """Yield models in which all heads have what the first or the last one has of a part."""
     model, heads = evidence.model, evidence.model.settings.num_heads
     for head in dict.fromkeys((0, heads - 1)):
         for part, names in PARTS_OF_HEADS.items():

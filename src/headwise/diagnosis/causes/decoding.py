@@ -45,8 +45,6 @@ Positions = Callable[[RecordedCall], Tensor | None]
 def _place_later_calls(
     evidence: Evidence, position: Positions, stages: Sequence[str] = PLACED
 ) -> AttentionModel:
-    """Return the model with other positions of later calls, also of those before a call."""
-
     def place(call: RecordedCall) -> RecordedCall:
         positions = position(call) if call.earlier else call.inputs.positions
         return replace(call, inputs=replace(call.inputs, positions=positions))

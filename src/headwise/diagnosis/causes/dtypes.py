@@ -68,7 +68,6 @@ def _activations_dtype(evidence: Evidence) -> Variants:
 
 
 def _round_biases(evidence: Evidence, dtype: torch.dtype, slopes: Tensor) -> Variants:
-    """Yield a bias by distance in a dtype that rounds it."""
     for words, places in PLACES.items():
         if any(_find_rounding(dtype, slopes, places(call)).any() for call in evidence.calls):
             model = evidence.replace_stages(SCORES, _round_bias, dtype, slopes, places)
@@ -87,14 +86,11 @@ def _round_bias(
 
 
 def _find_rounding(dtype: torch.dtype, slopes: Tensor, places: Tensor) -> Tensor:
-    """Return by how much a dtype rounds slopes times places."""
     bias = slopes[:, None, None] * places
     return bias.to(dtype).double() - bias
 
 
 def _compute_from_rounded(dtype: torch.dtype, parts: Sequence[str], forced: ForcedStage) -> Tensor:
-    """Return a stage that is computed from earlier stages in a dtype."""
-
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).double()
 

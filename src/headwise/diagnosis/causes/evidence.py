@@ -208,7 +208,6 @@ Search: TypeAlias = Callable[[Evidence], Variants]
 
 
 def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
-    """Yield moves of q, k and v, with their biases or without."""
     if not evidence.parted_calls_and_heads("q", "k", "v"):
         return
     # With a cache, q and k are known after the rotation alone: other calls show their rows.

@@ -7,10 +7,7 @@ from itertools import product
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
-from headwise.diagnosis.simulation.model import (
-    ForcedStage,
-    key_query_distances,
-)
+from headwise.diagnosis.simulation.model import ForcedStage, key_query_distances
 from headwise.function.distance import slopes_of
 from headwise.function.stages import distance_bias
 

@@ -56,7 +56,6 @@ def _models_without_heads(evidence: Evidence) -> list[tuple[AttentionModel, tupl
 def _take(
     model: AttentionModel, heads: tuple[int, ...], kv_heads: tuple[int, ...]
 ) -> AttentionModel:
-    """Return the model of these heads alone."""
     settings = replace(model.settings, num_heads=len(heads), num_kv_heads=len(kv_heads))
     rule = settings.score_bias
     if isinstance(rule, AlibiRule):
@@ -106,7 +105,6 @@ def _has_heads_of_its_queries(call: RecordedCall, queries: str) -> bool:
 
 
 def _match_heads(model: AttentionModel, call: RecordedCall, stage: str) -> tuple[int, ...] | None:
-    """Return the model's head that each recorded head is, by its queries or keys."""
     forced, recorded = model.prepare_stage(stage, call), call.stages[stage]
     predicted, bound = forced.result, gaps.allowed_difference(forced)
     if recorded.shape[::3] != predicted.shape[::3] or recorded.shape[2] != predicted.shape[2]:
@@ -177,7 +175,6 @@ class _Merged:
     copies: int
 
     def apply(self, model: AttentionModel) -> AttentionModel:
-        """Return the model of these heads, whose means have the dtype of its weights."""
         first = [group[0] for group in self.groups for _ in range(self.copies)]
         taken, dtype = _take(model, self.heads, tuple(first)), _narrowest_dtype(model.weights)
         merged = {
@@ -190,7 +187,6 @@ class _Merged:
         )
 
     def parameters(self, num_heads: int) -> dict[str, object]:
-        """Return the groups, and the heads that are gone or in another order."""
         stated: dict[str, object] = {
             "kv heads": ", ".join("+".join(map(str, group)) for group in self.groups)
         }
@@ -202,7 +198,6 @@ class _Merged:
 
 
 def _narrowest_dtype(weights: State) -> torch.dtype:
-    """Return the narrowest dtype that holds all of these numbers."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if all(torch.equal(x.to(dtype).to(x), x) for x in weights.values()):
             return dtype
@@ -210,7 +205,6 @@ def _narrowest_dtype(weights: State) -> torch.dtype:
 
 
 def _kv_heads_merged(evidence: Evidence) -> Variants:
-    """Yield the model with the means of those kv heads that the recorded heads read."""
     stages = [evidence.shown_stages[role] for role in "qkv"]
     if not evidence.parted_calls_and_heads(*stages[1:]):
         return
@@ -249,7 +243,6 @@ def _find_merged_heads(evidence: Evidence, stages: Sequence[str]) -> _Merged | N
 
 
 def _count_copies(model: AttentionModel, call: RecordedCall) -> int:
-    """Return the largest number of recorded kv heads side by side that all have equal values."""
     values, bound = call.stages["v"], gaps.allowed_difference(model.prepare_stage("v", call)).amax()
     count = values.shape[1]
     for copies in range(count, 1, -1):

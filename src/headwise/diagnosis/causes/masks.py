@@ -30,13 +30,11 @@ CAUSAL = "a query attends to keys up to its own position"
 
 
 def _is_causal(evidence: Evidence) -> bool:
-    """True if the settings hide later keys."""
     settings = evidence.model.settings
     return settings.causal or (settings.sides is not None and settings.sides[1] == 0)
 
 
 def _longest(evidence: Evidence) -> int:
-    """Return the number of keys of the longest call."""
     return max(call.key_positions.shape[1] for call in evidence.calls)
 
 
@@ -76,12 +74,10 @@ def _causal_mask_missing(evidence: Evidence) -> Variants:
 
 
 def _has_padding(evidence: Evidence) -> bool:
-    """True if the mask of a call hides other keys than later ones."""
     return any(not _is_causal_mask(call) for call in evidence.calls)
 
 
 def _is_causal_mask(call: RecordedCall) -> bool:
-    """True for a call whose mask, if it has one, is the causal mask alone."""
     if (mask := call.inputs.mask) is None:
         return True
     mask, ahead = torch.broadcast_tensors(mask, key_query_distances(call))
@@ -137,7 +133,6 @@ def _with_filled_rows(evidence: Evidence, variant: Variant) -> Variants:
 
 
 def _empties_rows(changed: AttentionModel, model: AttentionModel, call: RecordedCall) -> bool:
-    """True if a change hides all keys of a query that has some without it."""
     now = _find_empty_rows(changed.predict_stage("scores", call))
     if not bool(now.any()):
         return False
@@ -238,7 +233,6 @@ def _mask_along_queries(evidence: Evidence) -> Variants:
 
 
 def _scores_under_turned_mask(forced: ForcedStage) -> Tensor:
-    """Return scores under the mask with queries and keys exchanged, where it fits them then."""
     mask, queries = forced.call.inputs.mask, forced.call.inputs.x.shape[1]
     if mask is None or mask.shape[-1] != queries:
         return forced.usual_result()
@@ -357,7 +351,6 @@ def _number_hidden(scope: str, number: float, word: str, forced: ForcedStage) ->
 
 
 def _find_hidden(scope: str, forced: ForcedStage, scores: Tensor) -> Tensor:
-    """Return True at the keys that a mask, the settings or both hide."""
     mask = forced.call.inputs.mask
     by_mask = torch.zeros_like(scores, dtype=torch.bool) if mask is None else ~mask
     by_settings = ~visible_keys(forced.with_inputs(mask=None))
@@ -370,7 +363,6 @@ def _find_hidden(scope: str, forced: ForcedStage, scores: Tensor) -> Tensor:
 
 
 def _score_all_keys(forced: ForcedStage) -> Tensor:
-    """Return the scores of all keys, with the bias by distance, as if none was hidden."""
     model = forced.model.with_settings(causal=False, window=None)
     return replace(forced, model=model).with_inputs(mask=None).usual_result()
 
@@ -430,7 +422,6 @@ def _window_missing(evidence: Evidence) -> Variants:
 
 
 def _window_side(evidence: Evidence) -> Variants:
-    """Yield masks whose window ends at keys that it should show, or among later keys."""
     left, right = evidence.model.settings.sides or (None, None)
     if left is None or right != 0:
         return
@@ -488,7 +479,6 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
 
 
 def _read_windows(evidence: Evidence) -> tuple[int, ...]:
-    """Return how far before and after a query a function sees keys, in its longest call."""
     runs = evidence.calls[0].runs
     calls = [call for call in evidence.calls if not call.earlier]
     single = [call.inputs for call in calls if call.inputs.source is None]
@@ -546,7 +536,6 @@ def _infer_left_window_from_mask(call: RecordedCall) -> int | None:
 
 
 def _mask_without_window(call: RecordedCall, mask: Tensor) -> Tensor:
-    """Return the mask with every key that some query sees, up to the query if it is causal."""
     ahead = key_query_distances(call)
     whole = (mask.any(-1, keepdim=True) & mask.any(-2, keepdim=True)).expand(mask.shape)
     is_causal = not bool((mask & (ahead > 0)).any())

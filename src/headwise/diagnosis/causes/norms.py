@@ -10,13 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.evidence import (
-    Evidence,
-    Family,
-    Variant,
-    Variants,
-    flatten_tokens,
-)
+from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants, flatten_tokens
 from headwise.diagnosis.moves.families import interleave_pairs, split_pairs
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
 from headwise.errors import OptionError
@@ -83,7 +77,6 @@ def _qk_norm_eps(evidence: Evidence) -> Variants:
 
 
 def _norm_weights_missing(evidence: Evidence) -> Variants:
-    """Yield norms that have their weights, biases or both as they are before they are loaded."""
     norm, weights = evidence.model.settings.norm, evidence.model.weights
     if norm is None:
         return
@@ -124,7 +117,6 @@ def _norm_weights_exchanged(evidence: Evidence) -> Variants:
 
 
 def _norm_weights_order(evidence: Evidence) -> Variants:
-    """Yield norms whose weights have the channels in the order of the other rotation."""
     weights, rule = evidence.model.weights, evidence.model.settings.rotation
     if rule is None:
         return
@@ -167,7 +159,6 @@ def _leave_as_it_is(forced: ForcedStage) -> Tensor:
 
 
 def _normalise_by_norm_of(role: str, forced: ForcedStage) -> Tensor:
-    """Return q, k or v after the norm of a role."""
     norm = forced.settings.norm
     if norm is None:  # another cause removed the norm
         return forced.usual_result()
@@ -288,7 +279,6 @@ def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Itera
 
 
 def _fit_norm_weights(evidence: Evidence, model: AttentionModel) -> tuple[Tensor, Tensor] | None:
-    """Return the weight and the bias of each channel that make the recorded outputs nearest."""
     calls = [call for call in evidence.calls if "output" in call.stages]
     recorded = flatten_tokens(call.stages["output"] for call in calls)
     predicted = flatten_tokens(model.predict_stage("output", call) for call in calls)
@@ -308,7 +298,6 @@ def _normalise_last_axis(kind: str, eps: float, x: Tensor) -> Tensor:
 
 
 def _project_normed_input(norm: Norm, of: str, forced: ForcedStage) -> Tensor:
-    """Return q, k or v of inputs that are normalised: both, or x or the source alone."""
     inputs = forced.call.inputs
     x = inputs.x if of == "source" else norm(inputs.x.double())
     source = inputs.source

@@ -51,7 +51,6 @@ def _buckets_of_rule(rule: BucketRule, max_exact: int | None = None) -> Buckets:
 
 
 def _relative_bias_buckets(evidence: Evidence) -> Variants:
-    """Yield other buckets, each kind of which the distances of the calls tell apart."""
     rule = evidence.model.settings.buckets
     if rule is None:
         return

@@ -88,7 +88,6 @@ def _leave_cached_keys(keys: Tensor, forced: ForcedStage) -> Tensor:
 
 
 def _add_rotation(model: AttentionModel, pairing: Pairing, theta: float) -> Variant:
-    """Return the model with a rotation of all channels."""
     width = model.weights["wq"].shape[1] // 2 * 2
     rotary = RotaryRule(theta, width, pairing, scaling=None)
     parameters = {"rotary": pairing, "theta": theta}
@@ -110,7 +109,6 @@ def _rotary_pairing(evidence: Evidence, rotary: RotaryRule) -> Variants:
 
 
 def _rotate_by_tables_of(tables: Pairing, forced: ForcedStage) -> Tensor:
-    """Return a stage with cosines and sines in the order of a pairing, which may be another."""
     if (rule := forced.settings.rotation) is None:
         return forced.usual_result()
     angles = _positions_of(forced) * frequencies_of_rule(rule)
@@ -289,7 +287,6 @@ def _rotary_on_values(evidence: Evidence, rotary: RotaryRule) -> Variants:
 
 
 def _turn_values(forced: ForcedStage) -> Tensor:
-    """Return values that turn as keys do, or head outputs of such values."""
     rule, channels = forced.settings.rotation, forced.model.weights["wv"].shape[1]
     if rule is None or count_channels(rule) > channels:  # by another cause
         return forced.usual_result()

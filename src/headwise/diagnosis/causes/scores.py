@@ -60,7 +60,6 @@ def _scale_twice(evidence: Evidence) -> Variants:
 
 
 def _temperature_by_length(evidence: Evidence) -> Variants:
-    """Yield scales that follow the number of keys, or the position of the query."""
     if _has_one_factor(evidence):
         return
     right, repair = evidence.model.settings.factor, "one scale for all lengths"
@@ -105,7 +104,6 @@ def _centre(x: Tensor, is_seen: Tensor) -> Tensor:
 
 
 def _grow_queries(kind: str, number: float, forced: ForcedStage) -> Tensor:
-    """Return scores of queries that grow with the number of keys, or with their position."""
     call, q = forced.call, forced["q after rotary"]
     keys, places = call.key_positions.shape[1], call.query_positions[:, None, :, None] + 1
     factor: float | Tensor
@@ -181,7 +179,6 @@ def _distance_bias_coefficient(evidence: Evidence) -> Variants:
 
 
 def _coefficients_of_table(model: AttentionModel) -> Variants:
-    """Yield factors of the learned bias by distance."""
     table, repair = model.weights["distances"], "add the relative bias to the scores: T5Bias(...)"
     bare = model.with_settings(score_bias=None).with_weights(distances=None)
     yield Variant(bare, {"coefficient": 0.0}, repair)
@@ -305,7 +302,6 @@ def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def _join_sink(scores: Tensor, sink: Tensor) -> Tensor:
-    """Return scores with a column more, that of the sink, at the end."""
     column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
     return torch.cat([scores, column], -1)
 
@@ -360,7 +356,6 @@ def _infer_sink_logits(evidence: Evidence) -> Tensor | None:
 
 
 def _another_column_cut_off(evidence: Evidence) -> Variants:
-    """Yield weights from which a key's column is cut in place of the sink's."""
     if "sink" in evidence.model.weights:
         repair = "cut off the sink's own column: weights[..., :-1] where it is the last"
         for place in ("first", "last"):

@@ -43,7 +43,6 @@ def _exchange_two_roles(cause: Cause, evidence: Evidence, first: str, second: st
 
 
 def _another_role(evidence: Evidence) -> Variants:
-    """Yield moves, and what they cannot show: the output projection, and cross attention."""
     yield from evidence.search_moves(catalogue.ANOTHER_ROLE)
     yield from _yield_one_matrix_for_all_roles(evidence.model)
     for role, source in permutations(STAGE_OF, 2):
@@ -72,7 +71,6 @@ def _yield_one_matrix_for_all_roles(model: AttentionModel) -> Iterator[Variant]:
 def _copy_weights_to_role(
     model: AttentionModel, source: str, role: str
 ) -> Iterator[AttentionModel]:
-    """Yield the model that loads a matrix as that of another role, without its bias and with it."""
     matrix, place = model.weights[f"w{source}"].flatten(0, 1), model.weights[f"w{role}"]
     matrix = matrix.T if "o" in (role, source) else matrix
     if matrix.shape == place.flatten(0, 1).shape:
@@ -108,7 +106,6 @@ def _bias_missing(evidence: Evidence) -> Variants:
 
 
 def _all_and_each(roles: Iterable[str]) -> Iterable[tuple[str, ...]]:
-    """Return all roles, and each alone; none where there is none."""
     return dict.fromkeys(filter(None, (tuple(roles), *((role,) for role in roles))))
 
 
@@ -178,7 +175,6 @@ def _rows_correlate(products: Tensor, right: Tensor) -> bool:
 
 
 def _has_permuted_entries(weights: Tensor, rows: Rows) -> bool:
-    """True if the entries of the weights are those of a right projection, in another order."""
     ours = weights.flatten().sort().values
     for role in rows.roles:
         theirs = rows.matrix_of_role(role).double().flatten().sort().values
@@ -313,7 +309,6 @@ def _count_different(blocks: Sequence[Tensor], bound: Tensor) -> int:
 
 
 def _count_ranks(change: Tensor, rounding: Tensor) -> int:
-    """Return the number of ranks of a matrix without which more than rounding is left."""
     sizes = torch.linalg.svdvals(change)
     rest = sizes.square().flip(0).cumsum(0).flip(0).sqrt()  # beyond the first ranks
     return int((rest > rounding).sum())
@@ -336,7 +331,6 @@ def _norm_of_stored_rounding(evidence: Evidence, x: Tensor, matrix: Tensor) -> T
 
 
 def _output_projection_missing(evidence: Evidence) -> Variants:
-    """Yield the outputs of heads side by side, where they are as wide as the output."""
     heads, value_dim, out_dim = evidence.model.weights["wo"].shape
     if heads * value_dim == out_dim:
         model = evidence.replace_stages(

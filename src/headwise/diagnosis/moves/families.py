@@ -42,7 +42,6 @@ def _draft_exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
 
 
 def _draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
-    """Yield fused rows that are stored in one order and read in another."""
     nests = _fused_row_patterns(sizes)
     written = {(nest, order): nest.write(order) for nest, order in product(nests, ORDERS)}
     rows = {
@@ -124,7 +123,6 @@ class _Nest:
 
 
 def _fused_row_patterns(sizes: RowSizes) -> list[_Nest]:
-    """Return the ways in which fused rows are stored; the first is that of plain blocks."""
     whole = ("heads head_dim", "kv_heads head_dim", "kv_heads value_dim")
     shapes = [("*", "", whole, BLOCKS)]
     is_equal = sizes.heads == sizes.kv_heads
@@ -201,7 +199,6 @@ def _draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
 
 
 def _draft_repeated_first_shards(sizes: RowSizes) -> Iterator[Draft]:
-    """Yield roles that hold the first shard or the first head at every place."""
     for role, index in sizes.number_rows().items():
         rows = index.flatten()
         for shards in sorted({*RANKS, sizes.count_heads(role)}):
@@ -217,7 +214,6 @@ Permutation = Callable[[Tensor, int], Tensor]  # of rows (heads, head_dim, 1), o
 
 
 def _draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
-    """Yield permutations that are missing, doubled, or made for other heads or another width."""
     wanted = [sizes.rotary_width, sizes.head_dim, sizes.head_dim // 2, sizes.head_dim // 4]
     fitting = (w for w in wanted if w and w > 2 and w % 2 == 0 and w <= sizes.head_dim)
     widths = list(dict.fromkeys(fitting))
@@ -299,7 +295,6 @@ def split_pairs(rows: Tensor, width: int) -> Tensor:
 
 
 def _permute_in_heads(rows: Tensor, heads: int, permute: Permutation) -> Tensor:
-    """Return rows that were permuted as if they had another number of heads."""
     stored = rows.reshape(heads, -1, 1)
     return permute(stored, stored.shape[1]).reshape(rows.shape)
 

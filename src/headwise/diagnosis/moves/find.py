@@ -77,7 +77,6 @@ def find_moves(
 def _yield_explanations(
     a: Rows, b: Rows, sizes: RowSizes, given: Rows | None
 ) -> Iterator[search.RoleSteps]:
-    """Yield explanations: nothing moved, by bits, by bits after a rounding, by directions."""
     yield search.RoleSteps(((),), sizes.roles)
     catalogue = families.make_row_map_catalogue(sizes, b.column_counts())
     matrix_maps = search.list_matrix_maps(b, sizes, given)
@@ -91,7 +90,6 @@ def _yield_explanations(
 
 
 def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
-    """Return the dtypes in which a role of one side is stored, but for the dtype that it has."""
     return [
         dtype
         for dtype in changes.ROUNDED
@@ -106,7 +104,6 @@ def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
 def _make_move_report(
     explanation: search.RoleSteps, a: Rows, b: Rows, sizes: RowSizes, tolerance: float
 ) -> MoveReport:
-    """Return what is explained after the steps and changes that move nothing, on every entry."""
     sequences = [
         tuple(map(Move.of_step, steps)) for steps in explanation.sequences[: MOST_LISTED + 1]
     ]
@@ -132,7 +129,6 @@ def _make_move_report(
 
 
 def _unite_changes_over_roles(changed: list[Move]) -> tuple[Move, ...]:
-    """Return edits of several roles as one where they have the same cause and parameters."""
     united: dict[object, Move] = {}
     for move in changed:
         key = (move.cause, move.name.text, move.roles if move.cause == ROWS_ZERO else ())
@@ -181,7 +177,6 @@ def _biases_equal(a: Tensor | None, b: Tensor | None, tolerance: float) -> bool:
 def _keep_bias_in_place(
     moves: tuple[Move, ...], wrong: tuple[str, ...], a: Rows, b: Rows, tolerance: float
 ) -> tuple[Move, ...]:
-    """Return moves that leave a bias where it is, if that makes a's."""
     unmoved = {
         r for r in wrong if r in b.biases and _biases_equal(a.biases.get(r), b.biases[r], tolerance)
     }
@@ -296,7 +291,6 @@ class HeadsAndOutput:
 
 
 def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
-    """Yield signs, factors and zeros of whole heads of the output projection."""
     snapped = torch.where((shares - shares.round()).abs() < 1e-6, shares.round(), shares)
     changed = tuple((snapped != 1).nonzero().flatten().tolist())
     if not changed:

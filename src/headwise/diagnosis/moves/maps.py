@@ -281,7 +281,6 @@ def make_distinct_maps(
 def _fits_present_rows(
     moved: Mapping[str, Tensor], spans: Mapping[str, slice], width: Mapping[str, int]
 ) -> bool:
-    """True if every role takes rows of roles that are there, with as many columns."""
     if len(width) == len(spans) and len(set(width.values())) == 1:
         return bool(moved)
     return bool(moved) and all(

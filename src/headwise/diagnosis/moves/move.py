@@ -256,7 +256,6 @@ def name_rounding(role: str, dtype: torch.dtype, parts: tuple[str, ...] = BOTH) 
 
 
 def _is_rounding(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """True if one of the two is the rounding of the other to a dtype."""
     rounded_a, rounded_b = map(cast_and_back(dtype), (a, b))
     return have_same_bits(rounded_a, rounded_b) and (
         have_same_bits(a, rounded_a) or have_same_bits(b, rounded_b)
@@ -273,7 +272,6 @@ def _fit_row_factors(a: Tensor, b: Tensor) -> Tensor:
 def _group_factors(
     factors: Tensor, tolerance: float, columns: int
 ) -> tuple[MapName, Tensor] | None:
-    """Return one factor for the role, for heads, for halves or for every second channel."""
     channels = factors.shape[1]
     if _are_factors_constant(factors, tolerance):
         factor = snap_to_power_of_two(float(factors.median()))

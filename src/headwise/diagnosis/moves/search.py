@@ -244,7 +244,6 @@ def _backward_labels(
     matrix_maps: Sequence[MatrixMap],
     roles: tuple[str, ...],
 ) -> LabelsAfterSteps:
-    """Return a's labels before each step that takes nothing from other roles."""
     counted = torch.zeros(a.sizes.total_rows, dtype=torch.bool)
     for role, span in a.sizes.spans().items():
         counted[span] = role in roles
@@ -286,7 +285,6 @@ def _yield_steps_with_block_order(
 
 
 def _select_shortest_sequences(sequences: Sequence[Steps], roles: tuple[str, ...]) -> list[Steps]:
-    """Return the sequences of the fewest steps, those that move these roles alone first."""
     if not sequences:
         return []
     fewest = min(map(len, sequences))
@@ -340,7 +338,6 @@ def explain_roles(
 def _group_roles_exchanging_rows(
     a: Labelled, b: Labelled, roles: tuple[str, ...]
 ) -> list[tuple[str, ...]]:
-    """Return the roles in groups that exchange no rows."""
     spans = a.sizes.spans()
     groups: list[set[str]] = []
     for role in roles:
@@ -355,7 +352,6 @@ def _group_roles_exchanging_rows(
 
 
 def _restrict_step(step: Step, roles: tuple[str, ...], sizes: RowSizes) -> Step:
-    """Return a step that leaves all other roles where they are."""
     if isinstance(step, MatrixMap):
         return replace(step, roles=tuple(r for r in step.roles if r in roles))
     if all(set(name.roles) <= set(roles) for name in step.names):
@@ -366,7 +362,6 @@ def _restrict_step(step: Step, roles: tuple[str, ...], sizes: RowSizes) -> Step:
 
 
 def _take_from(source: Tensor, index: Tensor, roles: tuple[str, ...], sizes: RowSizes) -> Tensor:
-    """Return an index with the rows of some roles from another."""
     index, spans = index.clone(), sizes.spans()
     for role in roles:
         index[spans[role]] = source[spans[role]]
@@ -376,7 +371,6 @@ def _take_from(source: Tensor, index: Tensor, roles: tuple[str, ...], sizes: Row
 def _merge_steps(
     steps: list[Step], more: Iterable[Step], roles: tuple[str, ...], sizes: RowSizes
 ) -> list[Step]:
-    """Return steps of separate groups of roles, those of the same name as one."""
     merged = list(steps)
     for step in more:
         joined = ((n, _join_two_steps(other, step, roles, sizes)) for n, other in enumerate(merged))
@@ -388,7 +382,6 @@ def _merge_steps(
 def _join_two_steps(
     first: Step, second: Step, roles: tuple[str, ...], sizes: RowSizes
 ) -> Step | None:
-    """Return one step of two of the same name, or None."""
     if isinstance(first, RowMap) and isinstance(second, RowMap):
         shared = tuple(
             replace(name, roles=tuple(r for r in sizes.roles if r in (*name.roles, *other.roles)))
@@ -421,7 +414,6 @@ def _hash_blocks(labels: Tensor, blocks: int) -> Tensor:
 def _mark_block_permutations(
     sequences: Tensor, labels: Tensor, sizes: RowSizes, roles: tuple[str, ...]
 ) -> Tensor:
-    """Return which sequences may be the labels with whole blocks of some roles in another order."""
     fitting = torch.ones(len(sequences), dtype=torch.bool)
     for role, span in sizes.spans().items():
         if role not in roles:
@@ -442,7 +434,6 @@ def list_block_counts(role: str, sizes: RowSizes) -> list[int]:
 
 
 def _find_block_order(a: Tensor, b: Tensor, blocks: int) -> list[int] | None:
-    """Return the order of b's blocks that makes a, or None."""
     ours, theirs = _hash_blocks(a[None], blocks)[0], _hash_blocks(b[None], blocks)[0]
     places: dict[int, list[int]] = defaultdict(list)
     for place, label in reversed(list(enumerate(theirs.tolist()))):
@@ -542,7 +533,6 @@ def _starts_of_roles(sizes: RowSizes) -> list[int]:
 
 
 def _find_run(labels: Tensor, fused: Tensor) -> int | None:
-    """Return where labels stand in a row among those of fused rows; None where they do not."""
     near = (fused[: len(fused) - len(labels) + 1] == labels[0]).nonzero().flatten().tolist()
     runs = (n for n in near if torch.equal(fused[n : n + len(labels)], labels))
     return next(runs, None)

@@ -122,7 +122,6 @@ class _Search:
     def _agreements(
         self, changes: Sequence[tuple[Move, object, State]], call: RecordedCall
     ) -> dict[object, bool]:
-        """Return by key whether changed weights explain a call."""
         models: dict[object, AttentionModel] = {}
         for _, key, weights in changes:
             models.setdefault(key, replace(self.model, weights=weights))
@@ -165,7 +164,6 @@ class _Search:
                 yield move
 
     def _is_multiple(self, x: Tensor, right: Tensor) -> bool:
-        """True if a factor makes a tensor of another one to rounding."""
         factor = (x * right).sum() / x.square().sum().clamp_min(1e-300)
         return bool((factor * x - right).norm() <= 100 * self.runs.tolerance * right.norm())
 
@@ -175,7 +173,6 @@ class _Search:
         return float((left <= 100 * self.runs.tolerance * size).double().mean()) > HALF
 
     def _list_moves(self, roles: set[str]) -> Iterator[Move]:
-        """Yield the named moves of weights and biases that change some roles."""
         biased = {role for role in "qkv" if f"b{role}" in self.model.weights}
         for step in self._list_steps(roles):
             moved = {*step.names[0].roles}
@@ -187,7 +184,8 @@ class _Search:
         for count in (2, 3):  # one alone is read
             for together in combinations([role for role in "qkv" if role in biased], count):
                 if roles & {*together}:
-                    yield _drop_biases(together)
+                    name = MapName(BIAS_MISSING, "", together)
+                    yield Move(name, BiasDropped(together, parts=BIASES))
         for role in sorted(roles):
             for head in range(self.sizes.count_heads(role)):
                 yield _zero_head(role, head)
@@ -252,7 +250,6 @@ class _Search:
             yield (move,)
 
     def _limit_moves_to_heads(self, read: Read, tolerance: float) -> Iterator[Move]:
-        """Yield the moves that hold in the heads of a role that part, and in no others."""
         role, parted = read.role, {}
         for part in BOTH:
             name = f"{part[0]}{role}"
@@ -287,7 +284,6 @@ class _Search:
         heads: Sequence[int],
         tolerance: float,
     ) -> bool:
-        """True if a step makes these heads of what was read."""
         made = Move.of_step(step, parts).change.apply(self.rows)
         role, rows = read.role, {"weights": made.matrices, "biases": made.biases}
         return not any(
@@ -297,7 +293,6 @@ class _Search:
         )
 
     def _find_low_rank_change(self, read: Read, tolerance: float) -> Move | None:
-        """Return the change of a role, or of some of its heads, that has a low rank."""
         role = read.role
         right = self.model.weights[f"w{role}"]
         change = read.weights[f"w{role}"] - right
@@ -338,7 +333,6 @@ def _repeats_head(move: Move) -> bool:
 
 
 def _key_of_change(move: Move, roles: set[str], owner: _Search) -> object:
-    """Return a key that is equal for moves of equal effect on some roles."""
     change = move.change
     if not isinstance(change, Taken) or not isinstance(change.step, RowMap):
         return object()
@@ -372,8 +366,6 @@ def _list_heads(heads: Sequence[int]) -> str:
 def _limit(
     move: Move, roles: tuple[str, ...], heads: tuple[int, ...], parts: tuple[str, ...]
 ) -> Move:
-    """Return a move in some heads of some roles alone."""
-
     def named(name: MapName) -> MapName:
         parameters = (*name.parameters, ("heads", heads))
         text = f"{name.text}, {_list_heads(heads)}" if name.text else _list_heads(heads)
@@ -393,10 +385,6 @@ def _clear_heads(heads: tuple[int, ...], x: Tensor) -> Tensor:
     x = x.clone()
     x[list(heads)] = 0
     return x
-
-
-def _drop_biases(roles: tuple[str, ...]) -> Move:
-    return Move(MapName(BIAS_MISSING, "", roles), BiasDropped(roles, parts=BIASES))
 
 
 def _drop_bias_of_heads(role: str, heads: tuple[int, ...]) -> Move:

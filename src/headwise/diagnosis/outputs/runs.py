@@ -146,10 +146,7 @@ def predict_each(
 
 
 def agree_on_few(
-    model: AttentionModel,
-    changed: Sequence[AttentionModel],
-    call: RecordedCall,
-    tolerance: float,
+    model: AttentionModel, changed: Sequence[AttentionModel], call: RecordedCall, tolerance: float
 ) -> list[bool]:
     """True for each model of other projections that predicts the first sequences of a call."""
     few = _take_few(call)

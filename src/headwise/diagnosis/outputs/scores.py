@@ -14,12 +14,7 @@ from torch import Tensor
 from headwise.diagnosis import watch
 from headwise.diagnosis.outputs.runs import Runs, draw_tokens
 from headwise.diagnosis.outputs.solving import Read, solve, with_constant
-from headwise.diagnosis.simulation.model import (
-    AttentionModel,
-    Inputs,
-    RecordedCall,
-    output_gates,
-)
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall, output_gates
 from headwise.function.rotary import rotate_by_rule
 from headwise.function.stages import repeat_kv_heads
 
@@ -166,7 +161,6 @@ def _run_pairs(
     crosses: bool,
     is_from_zero: bool = False,
 ) -> Pairs | None:
-    """Return the pairs of that many queries and keys; None where they show no scores."""
     settings = model.settings
     is_capped = settings.cap is not None
     if settings.norm is not None or (is_capped and not runs.is_fine):
@@ -202,7 +196,6 @@ def _record_enlarged(runs: Runs, inputs: Inputs, size: float) -> RecordedCall:
 def _make_pairs(
     model: AttentionModel, counts: tuple[int, int], *, crosses: bool, is_from_zero: bool
 ) -> Inputs:
-    """Return the sequences of all pairs, those of a query behind each other."""
     widths = model.weights["wq"].shape[2], model.weights["wk"].shape[2]
     queries = draw_tokens((counts[0], widths[0]), QUERIES).repeat_interleave(counts[1], 0)
     keys = draw_tokens((counts[1], widths[1]), KEYS)
@@ -248,7 +241,6 @@ def _contributions(model: AttentionModel, call: RecordedCall) -> Tensor:
 def _solve_two_weights(
     model: AttentionModel, parts: Tensor, output: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights that make the outputs of contributions, and what they leave."""
     sizes = parts.abs().amax((0, 2, 3))
     live = sizes > LIVE * sizes.max()
     weights = torch.full(parts.shape[:3], torch.nan, dtype=parts.dtype)

@@ -96,7 +96,6 @@ def count_sequences(model: AttentionModel) -> int:
 
 
 def _read_bias(model: AttentionModel, constant: Tensor, parts: Tensor) -> State:
-    """Return the bias of the values that makes a constant, nearest to the model's."""
     bias = model.weights.get("bv")
     if bias is None:
         return {}

@@ -227,7 +227,6 @@ def _scores(code: Code, _: str) -> Lines:
 
 
 def _write_scale(code: Code, wrong: float, heads: tuple[int, ...] | None) -> Lines:
-    """Yield the line that puts the scale right, wherever in q, k or the scores it is wrong."""
     _, head_dim, width = code.model.weights["wq"].shape
     right, sizes = code.settings.factor, {"head_dim": head_dim, "width": width}
     form = find_factor_formula(wrong, **sizes)
@@ -467,10 +466,7 @@ class Repair:
 
 
 def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repair | None:
-    """Return the lines that repair a cause; None where no line does.
-
-    ``before`` is the model without the fault.
-    """
+    """Return the lines that repair a cause, or None; ``before`` is the model without the fault."""
     cause, variant, place = named.cause, named.variant, PLACE_OF.get(named.cause)
     if cause in WORDS_ALONE or not _is_plain(code.settings):
         return None

@@ -58,7 +58,6 @@ def _is_equal(role: str, a: Rows, b: Rows) -> bool:
 
 
 def _write_exchange(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, ...]:
-    """Return the line that gives each role the whole matrix of another one."""
     for order in permutations(parted):
         if len(parted) < 2 or "o" in parted:
             return ()
@@ -79,7 +78,6 @@ def _write_exchange(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[st
 
 
 def _write_role(role: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
-    """Return the lines for the weights and the bias of one role."""
     heads = theirs.matrices[role].shape[0]
     a, b = (x.matrix_of_role(role) for x in (ours, theirs))
     lines = []
@@ -108,7 +106,6 @@ def write_norm_lines(wrong: State, right: State) -> tuple[str, ...]:
 
 
 def _write_vector(name: str, heads: int, wrong: Tensor, right: Tensor) -> str:
-    """Return the line that makes a right vector from a wrong one; "" for none."""
     a, b = (x.flatten()[:, None] for x in (wrong, right))
     expression = next(_list_expressions(name, f"{name}.shape", heads, a, b), "")
     return f"{name} = {expression}" if expression else ""
@@ -152,7 +149,6 @@ def find_rows(wanted: Tensor, among: Tensor) -> list[int] | None:
 def _list_index_expressions(
     name: str, shape: str, heads: int, index: Sequence[int]
 ) -> Iterator[str]:
-    """Yield expressions that take rows by an index."""
     if (order := _as_order_of_axes(index)) is not None:
         sizes, axes = order
         moved = f"permute({', '.join(map(str, (*axes, len(axes))))})"
@@ -265,7 +261,6 @@ def write_form(number: float, *, head_dim: int, width: int) -> str:
 
 
 def _write_fused(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, ...]:
-    """Return the lines for rows of q, k and v that are among those of all of them."""
     roles = [role for role in ROLES if role in theirs.roles]
     widths = {ours.matrices[role].shape[2] for role in roles}
     if not {*parted} <= {*roles} or len(widths) > 1:

@@ -143,7 +143,6 @@ def hopeless_difference(forced: ForcedStage) -> Tensor:
 
 
 def _largest_change(forced: ForcedStage) -> Tensor:
-    """Return the largest change of a stage by one draw of rounding."""
     last = rounding.Roundoff.of(forced.call.dtype, with_reference=False).u
     size = forced.result.abs().nan_to_num(0.0, posinf=0.0).amax()
     return _change_by_one_perturbation(forced, 0).amax() + _count_summed_terms(forced) * last * size
@@ -155,7 +154,6 @@ def _count_summed_terms(forced: ForcedStage) -> int:
 
 
 def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
-    """Return the change of a stage when all that it is made of is moved once."""
     model, call, stage = forced.model, forced.call, forced.stage
     share = rounding.input_share(_count_summed_terms(forced), forced.call.dtype)
 
@@ -358,16 +356,6 @@ class Gaps:
         """Return the sum of the sizes of cells, each at most 1."""
         return sum(min(self.cells[cell].size, 1.0) for cell in cells if cell in self.cells)
 
-    def totals_of_stage(self, stage: str) -> tuple[float, float]:
-        """Return the sums of the unexplained shares of entries, and of sizes of at most 1.
-
-        They are infinite for a stage that could not be compared.
-        """
-        gaps = [gap for (name, _, _), gap in self.cells.items() if name == stage]
-        if not gaps:
-            return math.inf, math.inf
-        return sum(gap.left for gap in gaps), sum(min(gap.size, 1.0) for gap in gaps)
-
 
 def measure_gaps(
     model: AttentionModel, calls: Sequence[RecordedCall], stages: Sequence[str] = STAGES
@@ -423,10 +411,7 @@ def all_heads_agree_within_rounding(
     *,
     far: float | Tensor = math.inf,
 ) -> bool:
-    """True if rounding explains what is left between the model and these heads of a stage.
-
-    It does not explain a difference of more than ``far``.
-    """
+    """True if what is left in these heads of a stage is rounding, and no more than ``far``."""
     if stage in list_misshapen_stages(model, call):
         return False
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
@@ -443,7 +428,6 @@ def all_heads_agree_within_rounding(
 
 
 def _rounding_bound(forced: ForcedStage, actual: Tensor) -> Tensor:
-    """Return what rounding explains, of the shape of the recorded stage."""
     bound = allowed_difference(forced)
     return bound if bound.shape == actual.shape else bound.max().expand(actual.shape)
 

@@ -100,7 +100,6 @@ class _StageInHeads:
         return torch.where(chosen[:, None, None], other, mine)
 
     def _with_later_changes(self, now: AttentionModel) -> tuple[AttentionModel, AttentionModel]:
-        """Return both models with what else the present one changes."""
         base, replaced = self.base, {**now.replaced}
         replaced.pop(self.stage, None)
         if self.stage in base.replaced:
@@ -113,7 +112,6 @@ class _StageInHeads:
 
 
 def _are_same(first: AttentionModel, second: AttentionModel) -> bool:
-    """True if two models have the same tensors and functions."""
     sides = ((first.weights, second.weights), (first.replaced, second.replaced))
     return all(
         a is b or (a.keys() == b.keys() and all(x is b[name] for name, x in a.items()))

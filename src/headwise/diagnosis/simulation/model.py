@@ -438,7 +438,6 @@ def _bias_and_hide(
     mask: Tensor | None,
     table: Tensor | None,
 ) -> Tensor:
-    """Return scores with the bias by distance, and -inf where a key is hidden."""
     bias = stages.distance_bias(settings, distances, table)
     scores = products if bias is None else products + bias
     return scores.masked_fill(~_visible_keys(settings, distances, mask), -torch.inf)

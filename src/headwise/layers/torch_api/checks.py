@@ -269,7 +269,6 @@ def _check_weights(call: Call) -> None:
 
 
 def _check_static_keys_and_values(call: Call) -> int:
-    """Return the number of keys, of ``static_k`` and ``static_v`` where they are given."""
     batch, heads = call.query.shape[0 if call.batch_first else 1], call.num_heads
     head_dim, lengths = call.width // heads, []
     for name, static in (("static_k", call.static_k), ("static_v", call.static_v)):

@@ -139,7 +139,6 @@ def _project_heads(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _append_slots(x: Tensor, k: Tensor, name: str, call: Call) -> Tensor:
-    """Append the slots of bias_k or bias_v, and of add_zero_attn, to the keys or values."""
     batch, heads, _, head_dim = k.shape
     rows, slot = [x], getattr(call, name)
     if slot is not None:

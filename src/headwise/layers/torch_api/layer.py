@@ -223,7 +223,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return explain_forward(call, self.out_proj)
 
     def _read_call(self, arguments: checks.Arguments) -> checks.Call:
-        """Return a call, for the heads here, with the parameters that the layer has now."""
         weights: tuple[Tensor | None, ...] = (self.in_proj_weight,)
         if not self._qkv_same_embed_dim:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)

@@ -34,7 +34,6 @@ META = (
 
 
 def _llama_like_layout(name: str, function: AttentionSpec, note: str = "", **others: Any) -> Layout:
-    """Return a layout with the tensors and places of Llama's, unless others are given."""
     usual = {"tensors": _LLAMA, "where": _WHERE, "beside": _ANGLES}
     return describe_layout(name, function=function, note=note, **(usual | others))
 

@@ -159,7 +159,6 @@ def count_attending_queries(problem: KernelInput, queries: Tensor) -> Tensor:
 
 
 def _count_attending_by_dense_mask(problem: KernelInput, queries: Tensor) -> Tensor:
-    """Count for any mask, from dense rows of the mask, some rows at a time."""
     (batch, heads, length, _), keys = problem.q.shape, problem.k.shape[2]
     counts = torch.zeros(batch, heads, keys, dtype=torch.long, device=queries.device)
     step = max(1, tiles.TILE_ELEMENTS // max(1, batch * heads * keys))
@@ -172,7 +171,6 @@ def _count_attending_by_dense_mask(problem: KernelInput, queries: Tensor) -> Ten
 
 
 def _mask_if_bias_hides_nothing(problem: KernelInput) -> BoundMask | None:
-    """Return the mask, or None if the score bias may hide keys too."""
     return None if problem.bias.may_hide else problem.mask
 
 

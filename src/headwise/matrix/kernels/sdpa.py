@@ -60,7 +60,6 @@ class FusedKernel(kernel.Kernel):
 
 
 def _yield_refusal_reasons(task: Task) -> Iterator[tuple[bool, str]]:
-    """Yield conditions for a refusal with their reasons; with dropout, only unsupported ones."""
     yield task.y is not None, "fused kernels do not sum over queries"
     yield task.requested_statistics.average, "heads of one row share a tile"
     v = task.values_if_only_product
@@ -84,7 +83,6 @@ def _yield_unsupported_conditions(problem: KernelInput) -> Iterator[tuple[bool, 
 
 
 def _yield_unprofitable_conditions(problem: KernelInput, v: Tensor) -> Iterator[tuple[bool, str]]:
-    """Yield conditions under which it allocates queries x keys, or cannot run in this mode."""
     # Exported, a query that may attend to nothing gets the mean of v.
     yield torch.onnx.is_in_onnx_export(), "exported, torch's operator has no rows without keys"
     yield problem.bias.requires_grad, "the gradient of a score bias leaves the fused path"

@@ -161,8 +161,7 @@ def _run_sweep_backward(ctx: Any, *upstream: Tensor | None) -> Packed:
     if torch.is_grad_enabled():
         return _differentiable_backward(arguments, upstream)
     q, k, v, y, sink, table, biases = torch.ops.headwise.sweep_backward(
-        *(*arguments[: COUNT + 2], peak, log_sum, *upstream),
-        *(ctx.table_needed, ctx.biases_needed),
+        *(*arguments[: COUNT + 2], peak, log_sum, *upstream), *(ctx.table_needed, ctx.biases_needed)
     )
 
     def if_present(gradient: Tensor, index: int) -> Tensor | None:
@@ -203,7 +202,6 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
 
 
 def _gradients_of_batch(arguments: Packed, dims: Packed, size: int) -> Packed:
-    """Return the gradients for each upstream gradient of a batch, one after the other, stacked."""
     each = [
         torch.ops.headwise.sweep_backward(
             *(x.select(dim, i) if dim == 0 else x for x, dim in zip(arguments, dims, strict=True))
@@ -215,7 +213,6 @@ def _gradients_of_batch(arguments: Packed, dims: Packed, size: int) -> Packed:
 
 
 def _map_sweep_backward(info: Any, in_dims: Packed, *arguments: Any) -> tuple[Packed, Packed]:
-    """Compute a batch of gradients under torch.func.vmap."""
     upstream = [
         x.movedim(dim, 0) if isinstance(dim, int) else x
         for x, dim in zip(arguments, in_dims, strict=True)

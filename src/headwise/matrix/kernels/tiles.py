@@ -183,7 +183,6 @@ def _apply_mask(problem: KernelInput, tile: Tile, s: Tensor) -> None:
 def _hide_by_clauses(
     s: Tensor, mask: BoundMask, tile: Tile, columns: slice, clauses: Iterable[Clause]
 ) -> None:
-    """Write -inf where these clauses hide, in some columns of a tile."""
     allowed = mask.evaluate_block(tile.batches, tile.heads, tile.rows, columns, clauses)
     assert allowed is not None
     first = tile.columns.start

@@ -112,8 +112,6 @@ class _TokenBlocks:
 
 
 class _Cells(NamedTuple):
-    """The sums of a map so far."""
-
     total: Tensor  # (heads, blocks of queries, blocks of keys)
     counted: Tensor  # (heads, blocks of queries)
     queries: _TokenBlocks
@@ -262,7 +260,6 @@ class MapOfShares(statistic.Statistic):
 
 
 def _parts_of_largest(weight: str, *axes: int | str) -> Parts:
-    """Return the parts of a list of weights, with the key and the token of each."""
     numbers = dict.fromkeys(("key", "token"), statistic.SummaryPart(axes=axes, values="integer"))
     return {weight: statistic.SummaryPart(axes=axes, values="weight"), **numbers}
 
@@ -368,8 +365,6 @@ def stack_key_token_weight(weight: Tensor, key: Tensor, token: Tensor) -> Tensor
 
 
 class _ChosenQueries(NamedTuple):
-    """The chosen queries of a sequence, and their largest weights so far."""
-
     sequence: int
     rows: list[int | None]
     largest: Summary
@@ -463,13 +458,7 @@ def find_largest(weights: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     return share, columns.gather(-1, place)
 
 
-def _range_of(part: slice) -> range:
-    return range(part.start, part.stop)
-
-
 class _Rows(NamedTuple):
-    """The largest weights of every query of the chosen heads, so far."""
-
     heads: list[int]  # positions of the chosen heads
     place: Tensor  # (batch, queries): where a query is stored, −1 for padding
     key: Tensor
@@ -551,7 +540,8 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
 
     def update(self, gathered: _Rows, tile: WeightTile) -> None:
         """Store the largest weights of the tile's rows; a tile holds whole rows."""
-        stored = [n for n, head in enumerate(gathered.heads) if head in _range_of(tile.heads)]
+        here = range(tile.heads.start, tile.heads.stop)
+        stored = [n for n, head in enumerate(gathered.heads) if head in here]
         if not stored:
             return
         heads = [gathered.heads[nth] - tile.heads.start for nth in stored]

@@ -267,7 +267,6 @@ def _compare_heads(layers: Sequence[KeptRows]) -> tuple[Tensor, Tensor]:
 
 
 def _split_by_sequence(places: Sequence[tuple[int, int]], step: int) -> Iterator[range]:
-    """Yield runs of up to ``step`` rows of one sequence."""
     first = 0
     while first < len(places):
         stop = min(first + step, bisect_left(places, (places[first][0] + 1, 0)))

@@ -76,7 +76,6 @@ def _take_rank_share(name: str, value: Tensor, target: Tensor) -> Tensor:
 
 
 def _find_unpacked_layers(model: nn.Module) -> Iterator[str]:
-    """Yield the prefix of each drop-in whose packed weight was cut into three."""
     for name, module in model.named_modules():
         part = module.part if isinstance(module, MultiheadAttention) else None
         if isinstance(part, RankHeads) and part.has_packed_weight:

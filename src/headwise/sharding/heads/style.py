@@ -290,7 +290,6 @@ def _divide(
     /,
     **attributes: Any,
 ) -> None:
-    """Give a module its class over ranks, with these attributes, and its parameters placements."""
     module.__class__ = kind
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -316,14 +315,12 @@ def _divide_norms(layer: Attention, part: RankHeads, *, splits_kv: bool) -> None
 
 
 def _kv_channels_of_rank(part: RankHeads, width: int) -> slice:
-    """Return the channels of the kv heads that a rank uses."""
     return slice(part.kv_heads.start * width, part.kv_heads.stop * width)
 
 
 def _distribute_parameter(
     module: nn.Module, name: str, placement: Placement, part: RankHeads
 ) -> None:
-    """Replace a parameter, where the module has it, by a DTensor of which each rank has a share."""
     parameter = getattr(module, name, None)
     if parameter is None:
         return

@@ -236,7 +236,6 @@ def _make_spans(sizes: Sequence[int]) -> list[Span]:
 
 
 def _join_runs(chunks: Sequence[Span]) -> tuple[Span, ...]:
-    """Join chunks that touch, and leave out empty ones."""
     runs: list[Span] = []
     for chunk in chunks:
         if runs and runs[-1].stop == chunk.first:

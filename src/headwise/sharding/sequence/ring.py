@@ -55,7 +55,6 @@ class _Block(NamedTuple):
 
 
 def _iterate_blocks(scores: SequenceScores, owner: int) -> Iterator[_Block]:
-    """Yield the blocks in which a query may see a key of the rank ``owner``."""
     row = 0
     for queries in scores.queries.runs:
         seen, column = scores.visible_key_span(queries), 0
@@ -74,8 +73,6 @@ def _iterate_blocks(scores: SequenceScores, owner: int) -> Iterator[_Block]:
 
 @dataclass(frozen=True, eq=False)
 class _Operands:
-    """Queries, bias and options of the whole matrix, from which blocks are cut."""
-
     scores: SequenceScores
     q: Tensor  # in the accumulation dtype
     bias: BoundBias
@@ -103,7 +100,6 @@ class _MergedOutputs:
         self.total = q.new_zeros(q.shape[:3])  # sum of exp(s - m), for m of the peak
 
     def add(self, rows: slice, part: KernelResult) -> None:
-        """Add a part's outputs for some rows."""
         out, peak, total = (x[:, :, rows] for x in (self.out, self.peak, self.total))
         largest = torch.maximum(peak, part.peak)
         shift = softmax_shift(largest, None)
@@ -183,7 +179,6 @@ class _Ring(torch.autograd.Function):
 def _pass_keys_and_values_around(
     k: Tensor, v: Tensor, scores: SequenceScores
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """Yield keys and values of each rank with its number, (batch, kv_heads, keys, width)."""
     tokens_first = tuple(x.movedim(2, 0).contiguous() for x in (k, v))
     for owner, parts in iterate_tensors_of_ranks(tokens_first, scores.keys):
         keys, values = (x.movedim(0, 2) for x in parts)
@@ -191,8 +186,6 @@ def _pass_keys_and_values_around(
 
 
 class _RingGradients:
-    """Sums of the gradients of this rank's queries and of the score bias, over all blocks."""
-
     def __init__(
         self,
         operands: _Operands,
@@ -226,7 +219,6 @@ class _RingGradients:
         return gradients.k, gradients.v
 
     def cast_bias_gradients(self) -> list[Tensor | None]:
-        """Return the gradients of the table and the tensors, in their dtypes."""
         bias, sums = self.operands.bias, iter(self._bias.tensors)
         table = self._bias.table
         if table is not None and bias.table is not None:
@@ -236,7 +228,6 @@ class _RingGradients:
 
 
 def _ring_key_value_gradients(sums: _RingGradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Send keys and values around once more; return the gradients of this rank's part of them."""
     scores, exact = sums.operands.scores, sums.operands.q.dtype
     rank, home = scores.keys.rank, None
     total = [torch.zeros_like(x, dtype=exact) for x in (k, v)]

@@ -197,7 +197,6 @@ def _numbers_to_compare(
     *,
     contents: bool,
 ) -> dict[str, float]:
-    """Return the numbers that ranks compare; see `agreement`."""
     q, k, *values = operands
     gradients = [torch.is_grad_enabled() and x.requires_grad for x in operands]
     layouts = (options.layout, options.key_layout)
@@ -222,7 +221,6 @@ def _numbers_to_compare(
 def _share_tokens(
     name: str, layout: SequenceLayout | None, lengths: tuple[int, ...], mesh: DeviceMesh, call: str
 ) -> SharedTokens:
-    """Return tokens in a layout, or in one run on each rank; ShapeError where lengths differ."""
     if layout is None:
         layout = SequenceLayout.of_lengths(lengths)
     elif layout.lengths != lengths:

@@ -127,7 +127,6 @@ def projection_gradients(x: Tensor, upstream: Tensor, *tensors: Tensor, heads: i
 
 
 def _sum_over_tokens(gradient: Tensor, tokens: Tensor) -> Tensor:
-    """Return a weight's gradient from its outputs' gradient and its inputs, summed over tokens."""
     return gradient.flatten(0, 1).mT @ tokens.flatten(0, 1)
 
 
@@ -292,7 +291,6 @@ def draw(figure: Figure, n: Numbers) -> None:
 
 
 def _draw_score_dependencies(axes: Axes, n: Numbers) -> None:
-    """Draw a square for each part of the weights and each head, coloured if it has a gradient."""
     many, gap = n["many"], 1.5
     lines = [*n["reach"]["1"], *n["reach"][str(many)]]
     heights = [0.0, *(row + 1.7 for row in range(many))]

@@ -311,7 +311,6 @@ def draw(figure: drawing.Figure, n: question.Numbers) -> None:
 
 
 def _draw_errors(axes: drawing.Axes, n: question.Numbers) -> None:
-    """Draw a labelled line for each form; both static forms have the same errors."""
     stages = list(n["errors"]["float32"])
     thin, wide = (2.0, 5, 1.0), (6.0, 9, 0.55)  # keeps the other line visible
     for name, label, above, (width, size, alpha) in (
@@ -338,7 +337,6 @@ def _draw_errors(axes: drawing.Axes, n: question.Numbers) -> None:
 
 
 def _draw_times(axes: drawing.Axes, times: Mapping[str, float], title: str) -> None:
-    """Draw each form's time relative to float32; faster forms are to the left."""
     for row, name in enumerate(NAMES):
         time, colour = times[name], COLOURS[name]
         axes.plot([1, time], [row, row], color=colour, linewidth=4, solid_capstyle="butt")
