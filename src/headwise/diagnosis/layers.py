@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -31,7 +32,7 @@ from headwise.diagnosis.subjects.forms import name_arguments
 from headwise.diagnosis.subjects.function import SLOW, BlackBox
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.parts import holds_modules
-from headwise.diagnosis.subjects.subject import Subject
+from headwise.diagnosis.subjects.subject import ModuleSubject, Subject
 from headwise.errors import OptionError
 from headwise.function.rounding import coarsest, is_coarser
 
@@ -48,6 +49,9 @@ IN_FURTHER_CALLS = (
     catalogue.SOFTCAP,
     catalogue.ONE_HEAD_FOR_ALL,
 )
+
+
+IGNORES_MASKS = "the {} gives the same outputs whatever mask it is given, of padding too"
 
 
 class Comparison:
@@ -249,7 +253,9 @@ class Comparison:
     def _describe_function(self, side: str, verdict: Verdict) -> tuple[str, ...]:
         function, sizes = self.doubtful, self.known.input_widths
         if not isinstance(function, BlackBox) or sizes is None:
-            return (*self.first.limits, *self.second.limits)
+            ignored = self._ignores_masks and not verdict.is_same
+            limits = (IGNORES_MASKS.format(side),) if ignored else ()
+            return (*limits, *self.first.limits, *self.second.limits)
         if verdict.is_same:
             reach = unseen.describe_reach(self.model, [probe.inputs for probe in self.ran])
             return (*function.limits, reach)
@@ -320,11 +326,14 @@ class Comparison:
     def _explain_by_few_calls(self, everything: search.ExplainedCalls) -> search.ExplainedCalls:
         """Return what explains the calls, found without those of one token each if that is enough.
 
-        Many short calls take long, and mostly show what a few longer ones show.
+        Many short calls take long, and mostly show what a few longer ones show. Masks show another
+        fault only where they are not ignored.
         """
         short = {probe.name for probe in self.probes if probe.has_short_calls}
+        masked = {probe.name for probe in self.probes if probe.inputs.mask is not None}
+        masked = masked if self._ignores_masks else set()
         pairs = list(zip(everything.calls, everything.names, strict=True))
-        few = [pair for pair in pairs if pair[1] not in short]
+        few = [pair for pair in pairs if pair[1] not in short | masked]
         if everything.outputs_agree or not few or len(few) == len(pairs):
             return everything
         calls, names = zip(*few, strict=True)
@@ -334,9 +343,18 @@ class Comparison:
         causes, left = explained.search
         if left.cells_beyond_rounding or not causes:
             return explained
-        rest = [call for call, name in pairs if name in short]
+        rest = [call for call, name in pairs if name in short - masked]
         is_wrong = measure_gaps(causes[-1].model, rest).cells_beyond_rounding
         return everything if is_wrong else explained
+
+    @cached_property
+    def _ignores_masks(self) -> bool:
+        """True if a module gives the same outputs without the masks of its inputs."""
+        given = (x.inputs for x in self.ran if x.inputs.mask is not None and not x.inputs.steps)
+        if not isinstance(self.doubtful, ModuleSubject) or (masked := next(given, None)) is None:
+            return False
+        outputs = [self.doubtful.output(x) for x in (masked, replace(masked, mask=None))]
+        return torch.equal(*outputs)
 
     @property
     def _side(self) -> str:
