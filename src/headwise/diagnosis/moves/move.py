@@ -291,9 +291,9 @@ def _group_factors(
     if all(_are_factors_constant(row, tolerance) for row in factors):
         by_head = [snap_to_power_of_two(float(row.median())) for row in factors]
         changed = [head for head, factor in enumerate(by_head) if factor != 1]
-        text = format_noun_with_numbers("head", changed)
-        if 0 in by_head and len({*by_head} - {1}) > 1:
+        if not changed or (0 in by_head and len({*by_head} - {1}) > 1):
             return None  # a head that is dropped while others are scaled is no factor
+        text = format_noun_with_numbers("head", changed)
         is_sign = all(factor in (1, -1) for factor in by_head)
         parameters = (("heads", tuple(changed)), ("factors", tuple(by_head)))
         name = MapName(SIGN if is_sign else FACTOR, text, (), 0, parameters)
