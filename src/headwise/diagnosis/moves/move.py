@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -169,6 +170,7 @@ CLOSE = 1e-5  # of float32 weights; forms of usual sizes are further apart
 RATES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # of dropout, which divides what it keeps
 
 
+@cache  # asked for each number that is tried
 def list_formulas(head_dim: int, width: int) -> dict[str, float]:
     """Return numbers that code multiplies by, by their formulas; ``width`` is of the tokens."""
     forms: dict[str, float] = {}
