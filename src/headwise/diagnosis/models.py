@@ -306,6 +306,7 @@ class LayerPair:
             shown = self._explain_by_outputs(explained, named, again=not is_known)
             if shown is None and explained.search.left.cells_beyond_rounding:
                 named.unexplained.add(parted)
+                explained = self._explain_with_roles_swapped() or explained
         blind = self._describe_blind_spot() if explained.outputs_agree else ""
         report = explained.report(**self._stated, blind=blind)
         if shown is not None:

@@ -14,6 +14,7 @@ from headwise import Attention
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.surgery import Cut, LayerCut, ModelHeads, cut_layer, cut_model, regroup
 from headwise.surgery.maps import How
+from tests.quick import others_slow
 from tests.surgery.families import FAMILIES, GROUPED, inputs_of
 
 EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 40, 12, 6, 10, 7
@@ -48,7 +49,11 @@ def expect(a: Any, b: Any, inputs: Any, parameters: dict[str, Any]) -> None:
         assert diagnosis.verdict is Verdict.DIFFERENT
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Biases are those of bert, norms of q and k those of qwen3, a softcap and a scale those of gemma2.
+READ = ["llama", "bert", "gpt2", "qwen3", "gemma2", "vit", "t5", "bart"]
+
+
+@pytest.mark.parametrize("family", others_slow(READ))
 def test_the_mean_of_neighbours_in_each_family(family: str) -> None:
     model = FAMILIES[family]()
     count = 3 if family in GROUPED else 2
@@ -56,15 +61,17 @@ def test_the_mean_of_neighbours_in_each_family(family: str) -> None:
     expect(merged(model, count), model, inputs_of(model), {"kv heads": groups})
 
 
-@pytest.mark.parametrize("family", ["bert", "vit"])
+@pytest.mark.parametrize("family", others_slow(["bert", "vit"]))
 def test_the_mean_of_heads_in_another_order(family: str) -> None:
     model, order = FAMILIES[family](), (0, 3, 5, 1, 4, 2)
     parameters = {"kv heads": "0+3+5, 1+2+4", "heads in the order": order}
     expect(merged(model, 3, order), model, inputs_of(model), parameters)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    others_slow([("bert", torch.bfloat16), ("llama", torch.float16), ("bert", torch.float64)]),
+)
 def test_weights_of_other_dtypes(family: str, dtype: torch.dtype) -> None:
     model = FAMILIES[family]()
     for parameter in model.parameters():  # frequencies of rotations stay what they are
@@ -74,8 +81,8 @@ def test_weights_of_other_dtypes(family: str, dtype: torch.dtype) -> None:
     assert f"{NAME} explains all of it" in str(diagnosis)
 
 
-@pytest.mark.parametrize("how", [how for how in get_args(How) if how != "mean"])
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("how", others_slow([how for how in get_args(How) if how != "mean"]))
+@pytest.mark.parametrize("family", others_slow(["llama", "bert"]))
 def test_merges_by_maps_have_no_known_cause(family: str, how: How) -> None:
     model = FAMILIES[family]()
     torch.manual_seed(3)
@@ -165,7 +172,7 @@ def test_means_are_rounded_to_the_dtype_of_the_weights(dtype: torch.dtype) -> No
     assert causes_of(diagnosis) == [[(NAME, {"kv heads": "0+1+2"}, "first")]] * 2
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("family", others_slow(["llama", "bert"]))
 def test_heads_that_the_second_lacks(family: str) -> None:
     model = FAMILIES[family]()
     cut = Cut({name: layer.drop([2, 3]) for name, layer in ModelHeads(model).whole()})

@@ -102,6 +102,15 @@ def test_a_factor_of_some_heads_or_channels_says_which() -> None:
     assert {moves["q",].cause.name, moves["v",].cause.name} == {"sign"}
 
 
+def test_factors_near_one_that_differ_between_heads_are_not_named() -> None:
+    b = without_biases(projections("mha", dtype=F64))
+    a = edited(b, torch.clone, "k")
+    for head, matrix in enumerate(a.matrices["k"]):
+        matrix *= 1 + 1e-5 * (head + 1)
+    report = find_moves(a, b)
+    assert (report.moves, report.unexplained) == ((), ("k",))
+
+
 def test_rows_of_zeros_are_listed() -> None:
     b = without_biases(projections("mha"))
     a = edited(edited(b, torch.clone, "k"), torch.zeros_like, "v")

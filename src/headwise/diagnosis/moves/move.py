@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -169,6 +170,7 @@ CLOSE = 1e-5  # of float32 weights; forms of usual sizes are further apart
 RATES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # of dropout, which divides what it keeps
 
 
+@cache  # asked for each number that is tried
 def list_formulas(head_dim: int, width: int) -> dict[str, float]:
     """Return numbers that code multiplies by, by their formulas; ``width`` is of the tokens."""
     forms: dict[str, float] = {}
@@ -289,9 +291,9 @@ def _group_factors(
     if all(_are_factors_constant(row, tolerance) for row in factors):
         by_head = [snap_to_power_of_two(float(row.median())) for row in factors]
         changed = [head for head, factor in enumerate(by_head) if factor != 1]
-        text = format_noun_with_numbers("head", changed)
-        if 0 in by_head and len({*by_head} - {1}) > 1:
+        if not changed or (0 in by_head and len({*by_head} - {1}) > 1):
             return None  # a head that is dropped while others are scaled is no factor
+        text = format_noun_with_numbers("head", changed)
         is_sign = all(factor in (1, -1) for factor in by_head)
         parameters = (("heads", tuple(changed)), ("factors", tuple(by_head)))
         name = MapName(SIGN if is_sign else FACTOR, text, (), 0, parameters)

@@ -156,10 +156,7 @@ def _count_summed_terms(forced: ForcedStage) -> int:
 def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
     model, call, stage = forced.model, forced.call, forced.stage
     share = rounding.input_share(_count_summed_terms(forced), forced.call.dtype)
-
-    def moved(x: Tensor, name: str) -> Tensor:
-        return perturb(x, name, draw, share)
-
+    moved = partial(perturb, draw=draw, share=share)
     used, source = _name_used_weights(call, stage), call.inputs.source
     weights = {name: moved(x, name) if name in used else x for name, x in model.weights.items()}
     source = None if source is None else moved(source, "source")

@@ -115,7 +115,7 @@ class RecordedCall:
         """Number of keys of earlier calls."""
         return sum([call.inputs.x.shape[1] for call in self.earlier])
 
-    @property
+    @cached_property
     def query_positions(self) -> Tensor:
         """Positions of the queries, (batch, queries)."""
         if self.inputs.positions is not None:
@@ -287,7 +287,8 @@ class AttentionModel:
 
     def prepare_stage(self, stage: str, call: RecordedCall) -> ForcedStage:
         """Return a stage of the call, to be computed from the recorded stages before it."""
-        recorded = {name: x for name, x in call.stages.items() if name != stage}
+        recorded = {**call.stages}
+        recorded.pop(stage, None)
         return ForcedStage(self, call.with_stages(recorded), stage)
 
     def predict_all_stages(self, call: RecordedCall) -> dict[str, Tensor]:
@@ -324,7 +325,7 @@ class ForcedStage:
     stage: str
     substitute: StageFunction | None = None
 
-    @property
+    @cached_property
     def settings(self) -> AttentionSpec:
         """The settings of the model."""
         return self.model.settings

@@ -108,7 +108,7 @@ class Task:
 
     def zeroed(self) -> Task:
         """Return the task with zeros at the padding that the mask states, also of v and y."""
-        if self.problem.is_zeroed:
+        if self.problem.is_zeroed or not self.problem.mask.clauses:
             return self
         v, y = (
             x if x is None else zero_padding(x, self.problem.mask.stated_tokens(axis))
