@@ -162,6 +162,8 @@ class _Collector:
             return
         if layer.calls == 1:
             layer.query_text, layer.key_text = texts
+        is_known = texts[0] is not None and texts[0] == layer.query_text
+        call.continues_text = bool(call.own_key) and is_known
         if layer.heads != tuple(range(layer.num_heads)):
             places = torch.tensor(self._layers.places(layer), device=call.matrix.q.device)
             call = replace(call.of_heads(places), heads=layer.heads)
@@ -188,7 +190,8 @@ class _Collector:
                 reads = (texts[0], *call.first_real_key.tolist())
                 self._keep_rows(call.layer_index, reads, sums)
             else:
-                layer.add_summary(statistic, statistic.make_summary(sums, call))
+                summary = statistic.make_summary(sums, call)
+                layer.add_summary(statistic, summary, continues=call.continues_text)
 
     def _keep_rows(self, layer: int, reads: Reads, rows: KeptRows) -> None:
         if self._pass.has_ended_before(layer, reads):

@@ -299,6 +299,7 @@ class MostReceived(statistic.TileStatistic):
         received = received.masked_fill(~call.real_keys[:, None], NOTHING)
         batch, heads, keys = received.shape
         index = torch.arange(keys, device=received.device) - call.first_real_key[:, None]
+        index = index + call.dropped
         token = torch.full_like(index, -1) if call.tokens is None else call.tokens
         return _keep_largest_keys(
             received.transpose(0, 1).reshape(heads, batch * keys).cpu(),
@@ -524,9 +525,10 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
             raise OptionError(saw=saw, needed=needed, do='heads=[(1, 0), ("*.3.*", 7)]')
 
     def reason_not_computable(self, call: CapturedCall) -> str | None:
-        """Return why a call has no such rows: no head was chosen, or it continues a cache."""
-        if call.reason_not_whole or self._chosen_head_positions(call):
-            return call.reason_not_whole
+        """Return why a call has no such rows: no chosen head, or a cache of unknown tokens."""
+        reason = None if call.continues_text else call.reason_not_whole
+        if reason or self._chosen_head_positions(call):
+            return reason
         return "none of the chosen heads is in this layer"
 
     def _chosen_head_positions(self, call: CapturedCall) -> list[int]:
@@ -560,7 +562,7 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         counted = tile.is_counted_query if is_whole else tile.is_counted_query[:, heads]
         share, key = find_largest(weights, min(self.ranks, weights.shape[-1]))
         first = tile.call.first_real_key[tile.batches]
-        key = key + (tile.columns.start - first)[:, None, None, None]
+        key = key + (tile.columns.start + tile.call.dropped - first)[:, None, None, None]
         none = (share <= 0) | ~counted[..., None]
         row = gathered.place[tile.batches, tile.rows]
         at = slice(stored[0], stored[-1] + 1), row[row >= 0], slice(0, share.shape[-1])
@@ -587,6 +589,16 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         axes = {"lengths": 0, "key": 1, "share": 1}  # along which sequences stand
         joined = {name: torch.cat([x[name] for x in summaries], n) for name, n in axes.items()}
         return {"row": summaries[0]["row"].clone(), **joined}
+
+    def extend(self, summaries: Sequence[Summary]) -> Summary:
+        """Return the queries of both calls, those of the last at the end of their sequences."""
+        before, added = (each["lengths"] for each in summaries)
+        numbers = torch.arange(len(before))
+        ends = numbers[-len(added) :].repeat_interleave(added)
+        order = torch.cat([numbers.repeat_interleave(before), ends]).argsort(stable=True)
+        joined = self.merge(summaries)
+        joined |= {name: joined[name][:, order] for name in ("key", "share")}
+        return joined | {"lengths": before.index_add(0, numbers[-len(added) :], added)}
 
     def result(self, summary: Summary) -> Tensor:
         """Return (heads, query, rank, field): key, weight; NaN for other heads and beyond keys."""
