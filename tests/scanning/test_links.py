@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,22 @@ from headwise.scanning._scan import ExactRows
 from headwise.scanning.links import Link
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import TopKeysOfEveryQuery
-from tests.scanning.models import BATCH, HEADS, LENGTH, SMALL, SOURCE, own, spread, t5, tokens
+from tests.scanning.models import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    SMALL,
+    SOURCE,
+    llama,
+    own,
+    spread,
+    t5,
+    tokens,
+)
 
 EPS = torch.finfo(torch.float32).eps
 QUERIES, DIM, RANKS = 23, 7, 3
+PAGE = Path(__file__).parents[2] / "docs" / "scan.md"
 SENTENCE = "The trophy does not fit into the brown suitcase because it is too small."
 
 
@@ -250,6 +264,18 @@ def test_generated_tokens_have_the_links_of_one_pass(kind: str) -> None:
                 assert link.weight == pytest.approx(other.weight, abs=8 * EPS)
 
 
+def test_the_documented_call_generates_from_ids_and_from_a_mapping() -> None:
+    documented = re.findall(r"`call=(lambda model.*?)`", PAGE.read_text("utf-8"))
+    documented += re.findall(r"``(lambda model.*?)``", scan.__doc__ or "")
+    assert len(documented) == 2
+    model = spread(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
+    ids, model.generation_config.max_new_tokens = tokens(1, 9), 6
+    model.generation_config.min_new_tokens = 6
+    for call in map(eval, documented):
+        for given in (ids, {"input_ids": ids}):
+            assert scan(model, given, statistics="map", call=call).links(13)
+
+
 def test_beams_that_move_have_the_links_of_their_first_tokens() -> None:
     config = transformers.LlamaConfig(num_key_value_heads=2, **SMALL)
     model = spread(transformers.AutoModelForCausalLM.from_config(config))
@@ -259,6 +285,25 @@ def test_beams_that_move_have_the_links_of_their_first_tokens() -> None:
     assert 9 <= text.lengths[0] < 14
     for layer in read.layer_scans:
         assert layer.summaries["top_keys_of_every_query"]["lengths"].tolist() == [*text.lengths]
+
+
+def test_tokens_that_a_cache_gave_back_have_no_exact_links() -> None:
+    """The map has a mean of two tokens at place 6; the stored keys end with what was read first."""
+
+    def call(model: Any, input_ids: Tensor) -> None:
+        cache = model(input_ids[:, :5], use_cache=True).past_key_values
+        model(input_ids[:, 5:8], past_key_values=cache, use_cache=True)
+        cache.crop(-2)
+        model(input_ids[:, 8:], past_key_values=cache, use_cache=True)
+
+    model, ids = llama(), tokens(1, 9)
+    with pytest.raises(OptionError, match="no single tokens"):
+        scan(model, {"input_ids": ids}, statistics="map", call=call).links(3)
+    read = scan(model, {"input_ids": ids}, statistics=TopKeysOfEveryQuery(ranks=8), call=call)
+    whole = scan(model, {"input_ids": ids[:, :8]}, statistics=TopKeysOfEveryQuery(ranks=8))
+    assert torch.equal(read.texts[0].ids, whole.texts[0].ids)
+    for token in (3, 6):
+        assert brief(read.links(token)) == brief(whole.links(token))
 
 
 def test_cross_attention() -> None:

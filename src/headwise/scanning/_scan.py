@@ -190,8 +190,7 @@ class _Collector:
                 reads = (texts[0], *call.first_real_key.tolist())
                 self._keep_rows(call.layer_index, reads, sums)
             else:
-                summary = statistic.make_summary(sums, call)
-                layer.add_summary(statistic, summary, continues=call.continues_text)
+                layer.add_summary(statistic, statistic.make_summary(sums, call))
 
     def _keep_rows(self, layer: int, reads: Reads, rows: KeptRows) -> None:
         if self._pass.has_ended_before(layer, reads):

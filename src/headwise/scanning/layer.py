@@ -147,18 +147,17 @@ class TextRecorder:
 
     def _continue_text(self, call: CapturedCall, sequences: list[Tensor], start: int) -> int | None:
         """Return the text of queries after a cache; the call of its first layer adds them to it."""
-        cached = call.matrix.k[:, :, :start]
-        added = call.real_queries.sum(-1).tolist()
+        k, added = call.matrix.k, call.real_queries.sum(-1).tolist()
         earlier = [ids[: len(ids) - n] for ids, n in zip(sequences, added, strict=True)]
         for number, (layer, keys) in list(self._first.items()):
             is_first, known = call.layer == layer, self._now[number]
             seen = earlier if is_first else sequences
             fits = len(known) == len(seen) and all(map(torch.equal, known, seen))
-            if is_first and not (fits and tensors_equal(keys[:, :, -start:], cached)):
+            if is_first and not (fits and tensors_equal(keys[:, :, -start:], k[:, :, :start])):
                 del self._first[number]  # beams moved, or tokens were taken back
             elif fits:
                 if is_first:
-                    self._first[number] = layer, call.matrix.k[:, :, : start + call.matrix.shape[2]]
+                    self._first[number] = layer, k[:, :, : start + call.matrix.shape[2]]
                     self._now[number] = sequences
                 return number
         return None
@@ -313,13 +312,11 @@ class LayerScan:
         sizes += f", missing={len(self.missing)}" if self.missing else ""
         return f"LayerScan({self.name!r}, {self.kind} attention, {sizes})"
 
-    def add_summary(
-        self, statistic: Statistic, summary: Summary, *, continues: bool = False
-    ) -> None:
+    def add_summary(self, statistic: Statistic, summary: Summary) -> None:
         """Merge the summary of a further call into the summary of this layer."""
         name, before = statistic.definition.name, self.summaries
         both = [before[name], summary] if name in before else [summary]
-        self.summaries[name] = (statistic.extend if continues else statistic.merge)(both)
+        self.summaries[name] = statistic.merge(both)
         self.missing.pop(name, None)
 
     @classmethod

@@ -298,8 +298,8 @@ class MostReceived(statistic.TileStatistic):
         received = gathered.masked_fill(call.seen_by == 0, NOTHING)
         received = received.masked_fill(~call.real_keys[:, None], NOTHING)
         batch, heads, keys = received.shape
-        index = torch.arange(keys, device=received.device) - call.first_real_key[:, None]
-        index = index + call.dropped
+        first = call.first_real_key[:, None] - call.dropped
+        index = torch.arange(keys, device=received.device) - first
         token = torch.full_like(index, -1) if call.tokens is None else call.tokens
         return _keep_largest_keys(
             received.transpose(0, 1).reshape(heads, batch * keys).cpu(),
@@ -424,7 +424,7 @@ class TopKeysOfChosenQueries(statistic.TileStatistic):
             share, key = share[:, :RANKS].cpu(), key[:, :RANKS].cpu() + tile.columns.start
             none, at = share <= 0, (tile.heads, nth, slice(0, share.shape[1]))
             largest["share"][at] = share.double().masked_fill(none, NOTHING)
-            largest["key"][at] = (key - first).masked_fill(none, NOTHING)
+            largest["key"][at] = (key + tile.call.dropped - first).masked_fill(none, NOTHING)
             if tokens is not None:
                 token = tokens[sequence].long().cpu()[key]
                 largest["token"][at] = token.masked_fill(none, NOTHING)
@@ -575,6 +575,8 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         row[gathered.heads] = torch.arange(len(gathered.heads))
         lengths = call.real_queries.sum(-1).cpu()
         stored = {"key": gathered.key.cpu(), "share": gathered.share.cpu()}
+        if call.continues_text:
+            stored["continues"] = torch.tensor(True)  # for `merge`, which leaves it out
         return {"row": row, "lengths": lengths, **stored}
 
     def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:
@@ -585,20 +587,18 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         return None if ranks == other_ranks else f"{ranks} top keys a query, and {other_ranks}"
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
-        """Return the queries of all calls, one sequence after another."""
+        """Return all queries by sequence; the last call may continue the last sequences."""
         axes = {"lengths": 0, "key": 1, "share": 1}  # along which sequences stand
         joined = {name: torch.cat([x[name] for x in summaries], n) for name, n in axes.items()}
+        if "continues" in summaries[-1]:
+            before, added = (each["lengths"] for each in summaries)
+            numbers = torch.arange(len(before))
+            ends = numbers[-len(added) :]
+            owners = numbers.repeat_interleave(before), ends.repeat_interleave(added)
+            order = torch.cat(owners).argsort(stable=True)
+            joined = {name: joined[name][:, order] for name in ("key", "share")}
+            joined["lengths"] = before.index_add(0, ends, added)
         return {"row": summaries[0]["row"].clone(), **joined}
-
-    def extend(self, summaries: Sequence[Summary]) -> Summary:
-        """Return the queries of both calls, those of the last at the end of their sequences."""
-        before, added = (each["lengths"] for each in summaries)
-        numbers = torch.arange(len(before))
-        ends = numbers[-len(added) :].repeat_interleave(added)
-        order = torch.cat([numbers.repeat_interleave(before), ends]).argsort(stable=True)
-        joined = self.merge(summaries)
-        joined |= {name: joined[name][:, order] for name in ("key", "share")}
-        return joined | {"lengths": before.index_add(0, numbers[-len(added) :], added)}
 
     def result(self, summary: Summary) -> Tensor:
         """Return (heads, query, rank, field): key, weight; NaN for other heads and beyond keys."""

@@ -346,10 +346,6 @@ class Statistic:
                 total[name] += value
         return total
 
-    def extend(self, summaries: Sequence[Summary]) -> Summary:
-        """Return the summary of all calls, the last of which continues the last sequences."""
-        return self.merge(summaries)
-
     def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:  # noqa: ARG002
         """Return why two summaries of one layer cannot be merged, or None if they can."""
         return None
