@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -312,6 +313,24 @@ def test_another_root_is_that_of_all_names() -> None:
     }
     assert {"new.mask", "new.wte", "apart"} <= names
     assert not any(name.startswith("old.") for name in names)
+
+
+def output_names(headers: Mapping[str, Header], target: Layout, **options: Any) -> set[str]:
+    return {
+        n for s in plan_conversion(headers, APART, target, heads=6, **options) for n in s.outputs
+    }
+
+
+def test_a_layout_may_state_that_its_names_have_no_root() -> None:
+    bare, headers = replace(FUSED, root=""), model(root="old.") | {"old.mask": Header((1,))}
+    assert output_names(headers, bare) == output_names(headers, FUSED, form=NameForm(root=""))
+    assert {"h.0.qkv.weight", "h.1.o.weight", "wte", "mask"} <= output_names(headers, bare)
+    assert "x.h.0.qkv.weight" in output_names(headers, bare, form=NameForm(root="x."))
+    both = model(root="a.", layers=1) | model(root="b.", layers=1)  # two models in one file
+    assert output_names(both, bare) == output_names(both, FUSED)
+    apart = headers | {f"new.{n}": h for n, h in model(layers=1).items() if "attn" in n}
+    apart = {n.replace("new.model.layers.0", "new"): h for n, h in apart.items()}
+    assert output_names(apart, bare) == output_names(apart, FUSED)
 
 
 def test_the_root_of_a_module_anywhere_is_all_that_stands_before_it() -> None:

@@ -110,6 +110,28 @@ def test_there_and_back(name: str, other: str, state_of: Files) -> None:
     assert all(torch.equal(back[key], x) for key, x in state.items())
 
 
+NO_ROOT = {  # the name of the first matrix, of files whose names have no prefix
+    "gguf-fused": "blk.0.attn_qkv.weight",
+    "ctranslate2": "decoder/layer_0/self_attention/linear_0/weight",
+    "transformer-lens": "blocks.0.attn.W_Q",
+    "litgpt": "transformer.h.0.attn.qkv.weight",
+    "flash-attn": "transformer.layers.0.mixer.Wqkv.weight",
+}
+
+
+@pytest.mark.parametrize("target", NO_ROOT)
+def test_the_root_of_gpt2_is_left_out_where_files_have_none(target: str, state_of: Files) -> None:
+    options: dict[str, Any] = {"heads": 12, "accept": ["rotary"]}
+    made = convert(state_of("gpt2"), "gpt2", target, **options)
+    assert next(iter(made)) == NO_ROOT[target]
+    if target == "gguf-fused":  # as llama.cpp names them
+        block = "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down"
+        names = [f"blk.{n}.{part}" for n in range(LAYERS) for part in block.split()]
+        both = {f"{name}.{leaf}" for name in (*names, "output_norm") for leaf in ("weight", "bias")}
+        matrices = {"token_embd.weight", "position_embd.weight", "output.weight"}
+        assert made.keys() == both | matrices
+
+
 def test_every_matrix_of_gpt2_is_turned(state_of: Files) -> None:
     state = state_of("gpt2")
     made = convert(state, "gpt2", "nanogpt", heads=12)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from headwise import AttentionMatrix, Mask, scan
@@ -15,10 +18,22 @@ from headwise.scanning._scan import ExactRows
 from headwise.scanning.links import Link
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import TopKeysOfEveryQuery
-from tests.scanning.models import BATCH, HEADS, LENGTH, SOURCE, own, t5, tokens
+from tests.scanning.models import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    SMALL,
+    SOURCE,
+    llama,
+    own,
+    spread,
+    t5,
+    tokens,
+)
 
 EPS = torch.finfo(torch.float32).eps
 QUERIES, DIM, RANKS = 23, 7, 3
+PAGE = Path(__file__).parents[2] / "docs" / "scan.md"
 SENTENCE = "The trophy does not fit into the brown suitcase because it is too small."
 
 
@@ -205,6 +220,90 @@ def test_several_sequences_and_heads_that_were_chosen() -> None:
     assert brief(read.links(5, sequence=1)) == brief(alone.links(5))
     assert brief(read.links(5)) != brief(alone.links(5))
     assert {(x.layer_index, x.head) for x in read.links(5)} == {(0, 1), (1, 0), (1, 3)}
+
+
+def generate(model: Any, **given: Any) -> Any:
+    return model.generate(**given, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+
+
+@pytest.mark.parametrize("kind", ["one text", "padded", "static", "window"])
+def test_generated_tokens_have_the_links_of_one_pass(kind: str) -> None:
+    """Those of a scan of the whole text; the last token is returned, and not read."""
+    ids, options = tokens(1 if kind == "one text" else 2, 9), {"max_position_embeddings": 64}
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    config: Any = transformers.LlamaConfig(num_key_value_heads=2, **options, **SMALL)
+    if kind == "window":  # layer 0 drops keys, layer 1 does not
+        kinds = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 9}
+        kinds["layer_types"] = ["sliding_attention", "full_attention"]
+        config = transformers.Qwen2Config(num_key_value_heads=2, **kinds, **options, **SMALL)
+    model = spread(transformers.AutoModelForCausalLM.from_config(config))
+    if kind == "padded":
+        given["attention_mask"][0, :3] = 0
+    extra = {"cache_implementation": "static"} if kind == "static" else {}
+    statistics = ["standard" if kind == "one text" else TopKeysOfEveryQuery()]
+    written = [("x" * 9, [(n, n + 1) for n in range(9)])] if kind == "one text" else None
+    read = generate(model, **given)[:, :-1]
+    whole_mask = torch.cat([given["attention_mask"], torch.ones(len(ids), 5)], 1).long()
+    whole = scan(model, {"input_ids": read, "attention_mask": whole_mask}, statistics=statistics)
+    steps = scan(model, given | extra, statistics=statistics, call=generate, written=written)
+    assert [text.lengths for text in steps.texts] == [text.lengths for text in whole.texts]
+    assert torch.equal(steps.texts[0].ids, whole.texts[0].ids)
+    for sequence, length in enumerate(whole.texts[0].lengths):
+        for token, direction in [(3, "keys"), (3, "queries"), (length - 2, "keys"), (8, "queries")]:
+            asked: Any = {"direction": direction, "sequence": sequence, "name_of": str}
+            found, expected = (
+                {(x.layer_index, x.head): x for x in each.links(token, **asked)}
+                for each in (steps, whole)
+            )
+            assert found.keys() == expected.keys()
+            for head, link in found.items():
+                other = expected[head]
+                assert (link.query, link.key) == (other.query, other.key)
+                place = link.key if direction == "keys" else link.query
+                assert link.word == ("x" if written and place < 9 else other.word)
+                assert link.weight == pytest.approx(other.weight, abs=8 * EPS)
+
+
+def test_the_documented_call_generates_from_ids_and_from_a_mapping() -> None:
+    documented = re.findall(r"`call=(lambda model.*?)`", PAGE.read_text("utf-8"))
+    documented += re.findall(r"``(lambda model.*?)``", scan.__doc__ or "")
+    assert len(documented) == 2
+    model = spread(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
+    ids, model.generation_config.max_new_tokens = tokens(1, 9), 6
+    model.generation_config.min_new_tokens = 6
+    for call in map(eval, documented):
+        for given in (ids, {"input_ids": ids}):
+            assert scan(model, given, statistics="map", call=call).links(13)
+
+
+def test_beams_that_move_have_the_links_of_their_first_tokens() -> None:
+    config = transformers.LlamaConfig(num_key_value_heads=2, **SMALL)
+    model = spread(transformers.AutoModelForCausalLM.from_config(config))
+    given = {"input_ids": tokens(1, 9), "num_beams": 3}
+    read = scan(model, given, statistics=TopKeysOfEveryQuery(), call=generate)
+    [text] = read.texts
+    assert 9 <= text.lengths[0] < 14
+    for layer in read.layer_scans:
+        assert layer.summaries["top_keys_of_every_query"]["lengths"].tolist() == [*text.lengths]
+
+
+def test_tokens_that_a_cache_gave_back_have_no_exact_links() -> None:
+    """The map has a mean of two tokens at place 6; the stored keys end with what was read first."""
+
+    def call(model: Any, input_ids: Tensor) -> None:
+        cache = model(input_ids[:, :5], use_cache=True).past_key_values
+        model(input_ids[:, 5:8], past_key_values=cache, use_cache=True)
+        cache.crop(-2)
+        model(input_ids[:, 8:], past_key_values=cache, use_cache=True)
+
+    model, ids = llama(), tokens(1, 9)
+    with pytest.raises(OptionError, match="no single tokens"):
+        scan(model, {"input_ids": ids}, statistics="map", call=call).links(3)
+    read = scan(model, {"input_ids": ids}, statistics=TopKeysOfEveryQuery(ranks=8), call=call)
+    whole = scan(model, {"input_ids": ids[:, :8]}, statistics=TopKeysOfEveryQuery(ranks=8))
+    assert torch.equal(read.texts[0].ids, whole.texts[0].ids)
+    for token in (3, 6):
+        assert brief(read.links(token)) == brief(whole.links(token))
 
 
 def test_cross_attention() -> None:

@@ -435,5 +435,8 @@ def test_hooks_of_others_run_in_a_scan_as_always() -> None:
 
 def test_arrays_of_numpy_have_a_line_that_makes_tensors() -> None:
     array = tokens(1, LENGTH).numpy()
-    with pytest.raises(OptionError, match=r"do:     torch\.as_tensor\(array\)"):
-        scan(gpt2(), array)
+    mask = {"input_ids": torch.as_tensor(array), "attention_mask": array}
+    for given in (array, (array,), {"input_ids": array}, mask, (torch.as_tensor(array), [array])):
+        for call in (None, lambda model, *ids, **named: model.generate(*ids, **named)):
+            with pytest.raises(OptionError, match=r"do:     torch\.as_tensor\(array\)"):
+                scan(gpt2(), given, call=call)

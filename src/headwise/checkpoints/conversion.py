@@ -50,7 +50,7 @@ def convert_checkpoint(
         source_layout: the layout of the source, or its name.
         target_layout: the layout of the target, or its name.
         accept: settings of `AttentionSpec` that may differ between the layouts.
-        root: the prefix of all names in the target; that of the source if None.
+        root: the prefix of all names in the target; as its layout or the source has it if None.
         files: "safetensors", or files of tensor-parallel processes: "meta" or "megatron".
         shards: the number of these processes.
         verify: True to read each file again, also of an earlier run, and compare its CRC-32.

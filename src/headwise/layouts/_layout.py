@@ -44,6 +44,7 @@ class Layout(ShownInNotebook):
         source: the paper, or the file of which project, that it was read from.
         where: role -> the module's place in a checkpoint, with {layer} for its number; the roles
             are "self", "encoder", "decoder" and "cross".
+        root: what stands before all names of a model, "" for nothing; None for that of the source.
         outside: stored name -> pattern of tensors outside of attention, for layouts that hold
             whole models; {layer} as in ``where``.
         beside: names within the module, or patterns such as `"*.inv_freq"`, of tensors that hold no
@@ -70,6 +71,7 @@ class Layout(ShownInNotebook):
     tensors: Mapping[str, str]
     source: str
     where: Mapping[str, str] = field(default_factory=dict)
+    root: str | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()

@@ -235,7 +235,7 @@ def plan_conversion(
         source: the layout that they are in.
         target: the layout to write.
         accept: settings of `AttentionSpec` that may differ.
-        form: prefix and base name of the target's names; by default those of the source.
+        form: prefix and base name of the target's names; by default its layout's or the source's.
         known: heads, kv_heads, rotary_width, and other counts that follow from no shape.
 
     Raises:
@@ -259,6 +259,9 @@ def plan_conversion(
     _require_same_head_dim_across_modules(fitted, known)
     if form.base is None and any(module.place.is_base for module in modules):
         form = replace(form, base=True)  # so an unembedding gets its name without the base as well
+    is_one_model = len({module.place.root for module in modules if module.place.role}) == 1
+    if form.root is None and is_one_model and all(module.place.role for module in modules):
+        form = replace(form, root=target.root if target.name != source.name else None)
     steps: list[ConversionStep] = []
     for module, sizes in fitted:
         steps += _module_steps(module, sizes, source, target, headers, form)
@@ -483,8 +486,8 @@ def convert(
         source: the layout they are in, or its name.
         target: the wanted one.
         accept: settings of `AttentionSpec` that may differ.
-        root: what stands before all names of the target, such as "transformer."; what stands
-            before those of the source if None.
+        root: what stands before all names of the target, such as "transformer."; what its layout
+            states, or stands before those of the source, if None.
         known: heads, and other counts that follow from no shape: kv_heads, rotary_width.
 
     Raises:

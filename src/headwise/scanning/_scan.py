@@ -159,6 +159,8 @@ class _Collector:
             return
         if layer.calls == 1:
             layer.query_text, layer.key_text = texts
+        is_known = texts[0] is not None and texts[0] == layer.query_text
+        call.continues_text = bool(call.own_key) and is_known
         if layer.heads != tuple(range(layer.num_heads)):
             places = torch.tensor(self._layers.places(layer), device=call.matrix.q.device)
             call = replace(call.of_heads(places), heads=layer.heads)

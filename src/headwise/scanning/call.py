@@ -119,6 +119,8 @@ class CapturedCall:
     separators: Bool[Tensor, "batch keys"] | None = None  # such as a full stop or [SEP]
     specials: Bool[Tensor, "batch keys"] | None = None  # special tokens of the tokenizer
     dropped: int = 0  # number of earlier keys that a cache no longer holds; no query sees them
+    read_tokens: Integer[Tensor, "batch read"] | None = None  # with those of dropped keys
+    continues_text: bool = False  # the call before in the layer had the queries before these
     values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None
     outputs: Float[Tensor, "batch heads queries value_dim"] | None = None
     mixed: Float[Tensor, "batch heads queries value_dim"] | None = None

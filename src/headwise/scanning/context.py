@@ -49,6 +49,7 @@ class KeyTokens:
     tokens: Tensor | None = None  # (batch, keys), −1 in the free space of a cache
     count: int | None = None  # of tokens that have come in, up to the last query
     dropped: int = 0  # number of these that a cache no longer holds
+    read: Tensor | None = None  # (batch, count), where some were dropped
 
 
 class TokenStreams:
@@ -116,7 +117,8 @@ class TokenStreams:
             return KeyTokens()
         seen = past.shape[1]
         if seen > keys:
-            return KeyTokens(count=seen, dropped=seen - keys) if windowed else KeyTokens()
+            dropped = KeyTokens(count=seen, dropped=seen - keys, read=past)
+            return dropped if windowed else KeyTokens()
         if own_key is not None and own_key != seen - queries:
             return KeyTokens()  # the cache holds other tokens than those that were observed
         return KeyTokens(pad(past, (0, keys - seen), value=-1), count=seen)

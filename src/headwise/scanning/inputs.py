@@ -26,6 +26,7 @@ from headwise.support.tracing import evaluation_mode
 NO_CACHE = {"use_cache": False}
 NO_LOGITS = {"logits_to_keep": 1}
 PLAIN = (Tensor, bool, int, float, str, type(None))
+AS_TENSOR = "torch.as_tensor(array) for each array"
 TOKENS_TO_COMPARE = 64  # that a model reads with and without these arguments
 
 
@@ -65,7 +66,7 @@ def list_inputs(inputs: Any) -> list[ModelInput]:
             if isinstance(value, int | list):  # a list is read as several inputs
                 do = "torch.tensor([ids]) for the token ids of one text"
             elif hasattr(value, "__array__"):
-                do = "torch.as_tensor(array) for each array"
+                do = AS_TENSOR
             elif isinstance(value, str):
                 do = 'tokenizer(text, return_tensors="pt")'
             raise OptionError(
@@ -185,7 +186,11 @@ def require_finite_parameters(model: nn.Module) -> None:
 
 
 def require_valid_token_ids(model: nn.Module, model_input: ModelInput) -> None:
-    """Raise OptionError for token ids that are empty or that the model cannot look up."""
+    """Raise OptionError for arrays, and for token ids that are empty or that no table holds."""
+    for value in iterate_leaves((model_input.positional, model_input.named)):
+        if not isinstance(value, PLAIN) and getattr(value, "ndim", False):
+            saw = f"an input with {describe_value(value)}"
+            raise OptionError(saw=saw, needed="tensors", do=AS_TENSOR)
     input_ids = model_input.named.get("input_ids")
     if isinstance(input_ids, list | tuple):
         saw = f"input_ids={describe_value(input_ids)}"

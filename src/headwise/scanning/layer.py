@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from headwise.errors import OptionError
-from headwise.scanning.call import CapturedCall
+from headwise.scanning.call import CapturedCall, tensors_equal
 from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic_error
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
 from headwise.scanning.written import WrittenText
@@ -60,7 +61,8 @@ class TextRecorder:
     """Records the texts of a running model from its attention calls, up to `MOST_TOKENS` in all.
 
     The keys of a call are one text. A further call of the same input with the same tokens reads
-    the same text, another call reads another one.
+    the same text, another call reads another one. A call that continues a cache adds its tokens to
+    the text of the calls before, as long as the keys of these are unchanged in the first layer.
 
     Args:
         written: the texts as they were written, one for each sequence of all inputs; or none.
@@ -71,7 +73,9 @@ class TextRecorder:
         self._cut: set[int] = set()  # texts with a sequence that there was no room for
         self._room = MOST_TOKENS
         self._now: list[list[Tensor]] = []  # the sequences of each text, of this input
+        self._written: list[list[WrittenText | None]] = []
         self._last_queries: int | None = None
+        self._first: dict[int, tuple[str, Tensor]] = {}  # the first layer of a text, its keys
         self._given = written
         self._lengths: list[int] = []  # of the sequences of all inputs so far
         self._start = 0  # the number of this input's first sequence
@@ -95,6 +99,7 @@ class TextRecorder:
     @property
     def texts(self) -> tuple[ScannedText, ...]:
         """The texts so far."""
+        self.begin_input()
         texts = []
         for sequences in self._texts:
             ids = [each for each, _ in sequences]
@@ -106,27 +111,56 @@ class TextRecorder:
 
     def begin_input(self) -> None:
         """Start another input, with other sequences."""
-        self._now, self._last_queries, self._read = [], None, None
+        for number, written in enumerate(self._written):
+            # Tokens that a cache continues have no characters.
+            texts = (
+                text
+                and WrittenText(text.text, pad(text.spans, (0, 0, 0, len(ids) - len(text.spans))))
+                for text, ids in zip(written, self._now[number], strict=True)
+            )
+            self.add_sequences(number, zip(self._now[number], texts, strict=True))
+        self._now, self._written, self._first = [], [], {}
+        self._last_queries = self._read = None
         self._start = len(self._lengths)
 
     def record(self, call: CapturedCall) -> tuple[int | None, int | None]:
         """Record the text of a call, and return the numbers of its queries' and its keys' text.
 
-        None stands for an unknown text, as of queries that continue a cache.
+        None stands for an unknown text, as of queries that continue an unknown cache.
         """
-        if call.own_key not in (0, None):
-            return None, None
         tokens, real = call.tokens, call.real_keys
+        if call.dropped:
+            tokens, real = call.read_tokens, pad(real, (call.dropped, 0), value=True)
         if tokens is None:
             tokens = torch.full(real.shape, -1, device=real.device)
         sequences = [ids[chosen] for ids, chosen in zip(tokens, real, strict=True)]
+        if call.own_key:
+            return (self._continue_text(call, sequences, call.own_key),) * 2
         keys = self._find_or_add_text(sequences, real)
         if call.own_key == 0 and not call.is_cross:
             self._last_queries = keys
+            self._first.setdefault(keys, (call.layer, call.matrix.k[:, :, : call.matrix.shape[2]]))
             return keys, keys
         lengths, queries = call.real_queries.sum(-1).tolist(), self._last_queries
         is_known = queries is not None and [len(ids) for ids in self._now[queries]] == lengths
         return (queries if is_known else None), keys
+
+    def _continue_text(self, call: CapturedCall, sequences: list[Tensor], start: int) -> int | None:
+        """Return the text of queries after a cache; the call of its first layer adds them to it."""
+        k, added = call.matrix.k, call.real_queries.sum(-1).tolist()
+        earlier = [ids[: len(ids) - n] for ids, n in zip(sequences, added, strict=True)]
+        for number, (layer, keys) in list(self._first.items()):
+            is_first, known = call.layer == layer, self._now[number]
+            seen = earlier if is_first else sequences
+            fits = len(known) == len(seen) and all(map(torch.equal, known, seen))
+            if is_first and not (fits and tensors_equal(keys[:, :, -start:], k[:, :, :start])):
+                del self._first[number]  # beams moved, or tokens were taken back
+            elif fits:
+                if is_first:
+                    self._first[number] = layer, k[:, :, : start + call.matrix.shape[2]]
+                    self._now[number] = sequences
+                return number
+        return None
 
     def _find_or_add_text(self, sequences: list[Tensor], real: Tensor) -> int:
         for number, known in enumerate(self._now):
@@ -135,9 +169,8 @@ class TextRecorder:
         if not self._now:
             self._lengths += map(len, sequences)
         self._now.append(sequences)
-        written = self._find_written(sequences, real)
-        self.add_sequences(number := len(self._now) - 1, zip(sequences, written, strict=True))
-        return number
+        self._written.append(self._find_written(sequences, real))
+        return len(self._now) - 1
 
     def _find_written(self, sequences: list[Tensor], real: Tensor) -> list[WrittenText | None]:
         """Return the written text of each sequence: of the first text that they fit.

@@ -271,7 +271,8 @@ def _read_weights(
     statistic = next((each for each in scan.statistics if each.definition.name == MAP), None)
     if scan.sequences == 1 and statistic is not None and MAP in layer.summaries:
         values = statistic.result(layer.summaries[MAP])
-        if values.shape[1:] == (*queries, *keys):
+        runs = {*layer.summaries[MAP]["count"].flatten().tolist()} - {0}  # of each query
+        if values.shape[1:] == (*queries, *keys) and len(runs) < 2:
             return _AllWeights(values)
     summary = layer.summaries.get(TOP_KEYS)
     if summary is None or tuple(summary["lengths"].tolist()[: len(queries)]) != queries:

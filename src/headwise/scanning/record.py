@@ -387,6 +387,7 @@ class Recorder:
             real_keys=real_keys,
             tokens=key_tokens.tokens,
             dropped=key_tokens.dropped,
+            read_tokens=key_tokens.read,
             original=_original_heads(stack, matrix.shape[1]),
         )
 

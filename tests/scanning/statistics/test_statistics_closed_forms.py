@@ -83,6 +83,13 @@ def test_the_offset_profile_of_even_weights() -> None:
     assert_is(found, torch.stack([*before, *[torch.tensor(0.0).double()] * 16]))
 
 
+@pytest.mark.parametrize("name", ["most_received", "top_keys"])
+def test_keys_are_counted_with_those_that_a_cache_dropped(name: str) -> None:
+    places = torch.arange(LENGTH).flip(0).expand(2, -1)
+    held, dropped = (read(name, looking_at(places), dropped=n) for n in (0, 5))
+    assert_is(dropped[..., 0], held[..., 0] + 5)
+
+
 def test_what_keys_receive_of_even_weights() -> None:
     found = read("most_received", even(mask=Mask.causal()))
     assert_is(found[..., 0], torch.arange(8))

@@ -87,6 +87,7 @@ _LLAMAS = (
         name="llama-meta",
         tensors=projections("wq wk wv wo", kv_heads="kv_heads", biases=""),
         where={"self": "layers.{layer}.attention."},
+        root="",
         outside=META,
         beside=("inner_attention.rope.freqs",),
         function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),

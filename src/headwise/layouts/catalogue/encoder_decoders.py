@@ -58,6 +58,7 @@ LAYOUTS = (
         name="whisper-openai",
         tensors=projections("query key value out", biases="qvo"),
         where=both_sides("{side}.blocks.{layer}.", "attn.", "cross_attn."),
+        root="",
         outside="encoder_positions=encoder.positional_embedding "
         "decoder_positions=decoder.positional_embedding tokens=decoder.token_embedding.weight "
         "encoder_final_norm=encoder.ln_post.* decoder_final_norm=decoder.ln.* | "

@@ -13,6 +13,7 @@ _GGUF = (
 )
 _OF_GGUF: dict[str, Any] = {
     "where": {"self": "blk.{layer}."},
+    "root": "",
     "outside": _GGUF,
     # A block's tensors have one prefix: those of attention, and all others.
     "beside": ("ffn_*", "attn_norm*", "post_*", "layer_output_norm*"),
@@ -66,6 +67,7 @@ LAYOUTS = (
             "self": "decoder/layer_{layer}/self_attention/",
             "encoder": "encoder/layer_{layer}/self_attention/",
         },
+        root="",
         beside=("*layer_norm/*", "*_norm/*"),
         function=left_to_config("scale rotary score_bias qk_norm window"),
         source="OpenNMT/CTranslate2, python/ctranslate2/specs/attention_spec.py",

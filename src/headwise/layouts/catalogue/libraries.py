@@ -33,6 +33,7 @@ def _transformer_lens_tensors(k: str = "") -> dict[str, str]:
 
 _LENS: dict[str, Any] = {
     "where": {"self": "blocks.{layer}.attn."},
+    "root": "",
     "beside": ("mask", "IGNORE", "rotary_sin", "rotary_cos"),
     "optional": ("sink",),
 }
@@ -73,12 +74,12 @@ _FLASH_CROSS = {
     "Wq.bias": "bq: (heads head_dim)",
     "Wkv.bias": "([bk: kv_heads head_dim | bv: kv_heads head_dim])",
 }
-_FLASH_GPT = {"self": "transformer.layers.{layer}.mixer."}
+_FLASH_GPT: dict[str, Any] = {"where": {"self": "transformer.layers.{layer}.mixer."}, "root": ""}
 _FLASH_ATTN = (
     describe_layout(
         name="flash-attn",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj", kv_heads="kv_heads"),
-        where=_FLASH_GPT,
+        **_FLASH_GPT,
         outside=_FLASH_DECODER + "up=mlp.fc1.*",
         beside=("rotary_emb.*",),
         function=_FLASH_OPEN,
@@ -89,7 +90,7 @@ _FLASH_ATTN = (
     describe_layout(
         name="flash-attn-llama",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj", kv_heads="kv_heads"),
-        where=_FLASH_GPT,
+        **_FLASH_GPT,
         outside=_FLASH_DECODER + "up+gate=mlp.fc1.weight",
         beside=("rotary_emb.*",),
         function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
@@ -180,6 +181,7 @@ def _litgpt_layout(*, legacy: bool) -> Layout:
         | catalogue.output_projection("proj")
         | catalogue.head_norms("norm_q", "norm_k"),
         where={"self": "transformer.h.{layer}.attn."},
+        root="",
         outside="tokens=transformer.wte.weight final_norm=transformer.ln_f.* "
         "unembedding=lm_head.weight | transformer.h.{layer}. norm_1=norm_1.* norm_2=norm_2.* "
         "gate=mlp.fc_1.weight up=mlp.fc_2.weight down=mlp.proj.weight",
@@ -285,6 +287,7 @@ LAYOUTS = (
         name="gpt-fast",
         tensors=qkv_fused_by_projection("wqkv", "wo", kv_heads="kv_heads", bias=False),
         where={"self": "layers.{layer}.attention."},
+        root="",
         outside=META,
         beside=("kv_cache.*",),
         function=AttentionSpec(rotary=RotaryRule()),

@@ -295,7 +295,8 @@ class MostReceived(statistic.TileStatistic):
         received = gathered.masked_fill(call.seen_by == 0, NOTHING)
         received = received.masked_fill(~call.real_keys[:, None], NOTHING)
         batch, heads, keys = received.shape
-        index = torch.arange(keys, device=received.device) - call.first_real_key[:, None]
+        first = call.first_real_key[:, None] - call.dropped
+        index = torch.arange(keys, device=received.device) - first
         token = torch.full_like(index, -1) if call.tokens is None else call.tokens
         return _keep_largest_keys(
             received.transpose(0, 1).reshape(heads, batch * keys).cpu(),
@@ -418,7 +419,7 @@ class TopKeysOfChosenQueries(statistic.TileStatistic):
             share, key = share[:, :RANKS].cpu(), key[:, :RANKS].cpu() + tile.columns.start
             none, at = share <= 0, (tile.heads, nth, slice(0, share.shape[1]))
             largest["share"][at] = share.double().masked_fill(none, NOTHING)
-            largest["key"][at] = (key - first).masked_fill(none, NOTHING)
+            largest["key"][at] = (key + tile.call.dropped - first).masked_fill(none, NOTHING)
             if tokens is not None:
                 token = tokens[sequence].long().cpu()[key]
                 largest["token"][at] = token.masked_fill(none, NOTHING)
@@ -513,9 +514,10 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
             raise OptionError(saw=saw, needed=needed, do='heads=[(1, 0), ("*.3.*", 7)]')
 
     def reason_not_computable(self, call: CapturedCall) -> str | None:
-        """Return why a call has no such rows: no head was chosen, or it continues a cache."""
-        if call.reason_not_whole or self._chosen_head_positions(call):
-            return call.reason_not_whole
+        """Return why a call has no such rows: no chosen head, or a cache of unknown tokens."""
+        reason = None if call.continues_text else call.reason_not_whole
+        if reason or self._chosen_head_positions(call):
+            return reason
         return "none of the chosen heads is in this layer"
 
     def _chosen_head_positions(self, call: CapturedCall) -> list[int]:
@@ -550,7 +552,7 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         counted = tile.is_counted_query if is_whole else tile.is_counted_query[:, heads]
         share, key = find_largest(weights, min(self.ranks, weights.shape[-1]))
         first = tile.call.first_real_key[tile.batches]
-        key = key + (tile.columns.start - first)[:, None, None, None]
+        key = key + (tile.columns.start + tile.call.dropped - first)[:, None, None, None]
         none = (share <= 0) | ~counted[..., None]
         row = gathered.place[tile.batches, tile.rows]
         at = slice(stored[0], stored[-1] + 1), row[row >= 0], slice(0, share.shape[-1])
@@ -563,6 +565,8 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         row[gathered.heads] = torch.arange(len(gathered.heads))
         lengths = call.real_queries.sum(-1).cpu()
         stored = {"key": gathered.key.cpu(), "share": gathered.share.cpu()}
+        if call.continues_text:
+            stored["continues"] = torch.tensor(True)  # for `merge`, which leaves it out
         return {"row": row, "lengths": lengths, **stored}
 
     def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:
@@ -573,9 +577,17 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         return None if ranks == other_ranks else f"{ranks} top keys a query, and {other_ranks}"
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
-        """Return the queries of all calls, one sequence after another."""
+        """Return all queries by sequence; the last call may continue the last sequences."""
         axes = {"lengths": 0, "key": 1, "share": 1}  # along which sequences stand
         joined = {name: torch.cat([x[name] for x in summaries], n) for name, n in axes.items()}
+        if "continues" in summaries[-1]:
+            before, added = (each["lengths"] for each in summaries)
+            numbers = torch.arange(len(before))
+            ends = numbers[-len(added) :]
+            owners = numbers.repeat_interleave(before), ends.repeat_interleave(added)
+            order = torch.cat(owners).argsort(stable=True)
+            joined = {name: joined[name][:, order] for name in ("key", "share")}
+            joined["lengths"] = before.index_add(0, ends, added)
         return {"row": summaries[0]["row"].clone(), **joined}
 
     def result(self, summary: Summary) -> Tensor:
