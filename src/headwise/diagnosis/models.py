@@ -242,12 +242,12 @@ class LayerPair:
         mine, theirs, calls = self.mine.model, self.theirs.model, [self._call_to_explain]
         if dropout := describe_dropout_difference(self.mine.dropout, self.theirs.dropout):
             return dropout
-        if self.mine.model is None or self.theirs.model is None:
+        if mine is None or theirs is None:
             window, length = self._known.window, calls[0].inputs.key_source.shape[1]
-            if window is not None and window >= length:
+            if window is not None and window[0] is not None and window[0] >= length - 1:
                 return unseen.describe_window(self.mine.window, self.theirs.window, calls)
-        elif self.mine.window != self.theirs.window:
-            return unseen.describe_window(self.mine.window, self.theirs.window, calls)
+        else:
+            mine, theirs = self.mine.model_with_window, self.theirs.model_with_window
         if setting := unseen.describe_setting(mine, theirs, calls, calls[0].dtype):
             return setting
         if self._known.model is None or (mine and theirs and mine.is_equal(theirs)):
