@@ -152,6 +152,23 @@ def test_falcon_adds_its_bias_twice_on_its_eager_path(tmp_path: Path) -> None:
     assert compare(sdpa, tmp_path, TOKENS).verdict.is_same
 
 
+def test_documents_of_a_row_that_see_each_other_are_named() -> None:
+    """transformers reads packed positions only where no cache is used."""
+    isolated = llama(num_hidden_layers=2)
+    leaking = copy.deepcopy(isolated)
+    isolated.config.use_cache, leaking.config.use_cache = False, True
+    places = torch.cat([torch.arange(6), torch.arange(7)])[None]
+    inputs = {"input_ids": TOKENS[:1], "position_ids": places}
+    seen = "positions 6 to 12 of the {} also see keys 0 to 5"
+    for pair, side in (((leaking, isolated), "first"), ((isolated, leaking), "second")):
+        comparison = compare(*pair, inputs).model
+        assert comparison is not None
+        first, other = comparison.layers
+        [stage] = [x for x in first.comparison.parted if x.stage == "weights"]
+        assert stage.pattern == seen.format(side)
+        assert other.note.endswith(seen.format(side))
+
+
 def test_a_fault_in_one_layer_is_not_seen_in_those_after_it() -> None:
     good = llama()
     ported = copy.deepcopy(good)

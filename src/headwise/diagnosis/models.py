@@ -25,6 +25,7 @@ from headwise.diagnosis.comparison import (
     PartedStage,
 )
 from headwise.diagnosis.outputs.runs import Runs
+from headwise.diagnosis.patterns import describe_visible_keys
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import (
@@ -266,7 +267,8 @@ class LayerPair:
     def _compare_stages_directly(self, reason: str) -> LayerComparison:
         """Compare the recorded stages; ``reason`` says why, where that is not possible either."""
         if self._has_other_input:
-            return self._make_layer_comparison(self._make_comparison(), note=reason)
+            note = "; ".join(filter(None, (reason, self._visible_keys)))
+            return self._make_layer_comparison(self._make_comparison(), note=note)
         mine, theirs = self.mine.call.stages, self.theirs.call.stages
         common = tuple(stage for stage in STAGES if stage in mine and stage in theirs)
         gaps = {stage: relative_difference_norm(mine[stage], theirs[stage]) for stage in common}
@@ -283,7 +285,24 @@ class LayerPair:
             blind="" if parted else self._describe_blind_spot(),
             output_gap=gaps[common[-1]] if common else torch.nan,
         )
-        return self._make_layer_comparison(report, outputs_agree=not parted)
+        return self._make_layer_comparison(
+            self._with_visible_keys(report), outputs_agree=not parted
+        )
+
+    @property
+    def _visible_keys(self) -> str:
+        return describe_visible_keys(self.mine.call, self.theirs.call)
+
+    def _with_visible_keys(self, report: FunctionComparison) -> FunctionComparison:
+        """Say beside scores and weights without a cause which keys one alone sees."""
+        seen = {"scores", "weights"}
+        parted = tuple(
+            replace(x, pattern=self._visible_keys or x.pattern)
+            if x.stage in seen and not x.is_explained
+            else x
+            for x in report.parted
+        )
+        return replace(report, parted=parted)
 
     def _report_explained_calls(
         self,
@@ -316,6 +335,7 @@ class LayerPair:
             causes = [each.cause for each in explained.search.causes]
             named.causes += [cause for cause in causes if cause not in named.causes]
         more = {"exchanged_with": exchanged_with, "is_of_second": is_of_second}
+        report = self._with_visible_keys(report)
         return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
 
     def _explain_by_outputs(

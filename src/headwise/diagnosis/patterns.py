@@ -63,6 +63,24 @@ def describe_calls(calls: Sequence[RecordedCall], parted: AbstractSet[int]) -> s
     return ""
 
 
+def describe_visible_keys(first: RecordedCall, second: RecordedCall) -> str:
+    """Return which queries see keys by one mask that they do not by the other; "" for none."""
+    masks = [call.inputs.mask for call in (first, second) if call.inputs.mask is not None]
+    words: list[str] = []
+    if len(masks) < 2 or masks[0].shape[2:] != masks[1].shape[2:]:
+        return ""
+    for side, (mine, other) in (("first", masks), ("second", masks[::-1])):
+        pairs = (mine & ~other).flatten(0, 1).any(0)
+        queries, keys = (pairs.any(axis).nonzero().flatten().tolist() for axis in (1, 0))
+        if queries:
+            some = "" if int(pairs.sum()) == len(queries) * len(keys) else "some of "
+            who = format_noun_with_numbers("position", queries)
+            words.append(
+                f"{who} of the {side} also see {some}{format_noun_with_numbers('key', keys)}"
+            )
+    return ", ".join(words)
+
+
 def describe_matrix(name: str, other: Tensor, right: Tensor) -> str:
     """Return the rows and columns of weights that differ, and by how much, in words.
 
