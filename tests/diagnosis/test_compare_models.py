@@ -164,8 +164,8 @@ def test_documents_of_a_row_that_see_each_other_are_named() -> None:
         comparison = compare(*pair, inputs).model
         assert comparison is not None
         first, other = comparison.layers
-        [stage] = [x for x in first.comparison.parted if x.stage == "weights"]
-        assert stage.pattern == seen.format(side)
+        assert first.comparison.isolated == (seen.format(side),)
+        assert f"  {seen.format(side)}" in first.lines
         assert other.note.endswith(seen.format(side))
 
 

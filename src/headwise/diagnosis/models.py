@@ -25,7 +25,7 @@ from headwise.diagnosis.comparison import (
     PartedStage,
 )
 from headwise.diagnosis.outputs.runs import Runs
-from headwise.diagnosis.patterns import describe_visible_keys
+from headwise.diagnosis.patterns import list_visible_keys
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import (
@@ -246,9 +246,10 @@ class LayerPair:
         if mine is None or theirs is None:
             window, length = self._known.window, calls[0].inputs.key_source.shape[1]
             if window is not None and window[0] is not None and window[0] >= length - 1:
-                return unseen.describe_window(self.mine.window, self.theirs.window, calls)
-        else:
-            mine, theirs = self.mine.model_with_window, self.theirs.model_with_window
+                return unseen.describe_window((self.mine.window, self.theirs.window), calls)
+        else:  # with the windows that calls have in their masks
+            pairs = ((mine, self.mine.window), (theirs, self.theirs.window))
+            mine, theirs = (m.with_settings(window=w) if w else m for m, w in pairs)
         if setting := unseen.describe_setting(mine, theirs, calls, calls[0].dtype):
             return setting
         if self._known.model is None or (mine and theirs and mine.is_equal(theirs)):
@@ -267,7 +268,7 @@ class LayerPair:
     def _compare_stages_directly(self, reason: str) -> LayerComparison:
         """Compare the recorded stages; ``reason`` says why, where that is not possible either."""
         if self._has_other_input:
-            note = "; ".join(filter(None, (reason, self._visible_keys)))
+            note = "; ".join((reason, *list_visible_keys(self.mine.call, self.theirs.call)))
             return self._make_layer_comparison(self._make_comparison(), note=note)
         mine, theirs = self.mine.call.stages, self.theirs.call.stages
         common = tuple(stage for stage in STAGES if stage in mine and stage in theirs)
@@ -285,24 +286,7 @@ class LayerPair:
             blind="" if parted else self._describe_blind_spot(),
             output_gap=gaps[common[-1]] if common else torch.nan,
         )
-        return self._make_layer_comparison(
-            self._with_visible_keys(report), outputs_agree=not parted
-        )
-
-    @property
-    def _visible_keys(self) -> str:
-        return describe_visible_keys(self.mine.call, self.theirs.call)
-
-    def _with_visible_keys(self, report: FunctionComparison) -> FunctionComparison:
-        """Say beside scores and weights without a cause which keys one alone sees."""
-        seen = {"scores", "weights"}
-        parted = tuple(
-            replace(x, pattern=self._visible_keys or x.pattern)
-            if x.stage in seen and not x.is_explained
-            else x
-            for x in report.parted
-        )
-        return replace(report, parted=parted)
+        return self._make_layer_comparison(report, outputs_agree=not parted)
 
     def _report_explained_calls(
         self,
@@ -326,7 +310,9 @@ class LayerPair:
             if shown is None and explained.search.left.cells_beyond_rounding:
                 named.unexplained.add(parted)
         blind = self._describe_blind_spot() if explained.outputs_agree else ""
-        report = explained.report(**self._stated, blind=blind)
+        other = None if is_of_second else self.mine.model
+        changed = () if shown else (*explained.describe_projections(other),)
+        report = explained.report(**self._stated, blind=blind, isolated=changed)
         if shown is not None:
             apart = tuple(replace(each, is_explained=True) for each in report.parted)
             report = replace(report, causes=shown.causes, parted=apart)
@@ -335,7 +321,6 @@ class LayerPair:
             causes = [each.cause for each in explained.search.causes]
             named.causes += [cause for cause in causes if cause not in named.causes]
         more = {"exchanged_with": exchanged_with, "is_of_second": is_of_second}
-        report = self._with_visible_keys(report)
         return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
 
     def _explain_by_outputs(
@@ -394,6 +379,9 @@ class LayerPair:
     def _make_layer_comparison(
         self, comparison: FunctionComparison, *, outputs_agree: bool = True, **more: Any
     ) -> LayerComparison:
+        if {"scores", "weights"} & {*comparison.unexplained_places}:
+            seen = list_visible_keys(self.mine.call, self.theirs.call)
+            comparison = replace(comparison, isolated=(*seen, *comparison.isolated))
         return LayerComparison(
             name=self.mine.name,
             other_name=self.theirs.name,

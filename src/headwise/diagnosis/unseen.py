@@ -12,7 +12,7 @@ from headwise.diagnosis.simulation.model import (
     RecordedCall,
     has_masks_of_heads,
 )
-from headwise.function.spec import Sides, Softcap
+from headwise.function.spec import ABSENT, AttentionSpec, Sides, Softcap
 
 ANOTHER_SCALE = 0.7  # of the scores: a head's share that most faults exceed
 USUAL_CAP = 50.0  # of Gemma 2
@@ -53,11 +53,10 @@ def describe_degenerate_attention(model: AttentionModel, calls: Sequence[Recorde
     return ""
 
 
-def describe_window(
-    first: Sides | None, second: Sides | None, calls: Sequence[RecordedCall]
-) -> str:
+def describe_window(windows: Sequence[Sides | None], calls: Sequence[RecordedCall]) -> str:
     """Return the sentence on windows of other lengths, which these inputs do not show."""
-    return _describe("window", [*map(_state_window, (first, second))], calls)
+    specs = (AttentionSpec(window=window or ABSENT) for window in windows)
+    return _describe("window", [_state_window(AttentionModel(spec, {})) for spec in specs], calls)
 
 
 def describe_setting(
@@ -72,11 +71,7 @@ def describe_setting(
     Beside a function, it is one without which the known side would have the same outputs.
     """
     calls = [replace(call, dtype=unit) for call in calls]
-    states = {
-        "window": lambda model: _state_window(model.settings.sides),
-        "softcap": _state_softcap,
-    }
-    for name, state in states.items():
+    for name, state in (("window", _state_window), ("softcap", _state_softcap)):
         words = ["" if model is None else state(model) for model in (first, second)]
         if first is not None and second is not None:
             is_unseen = words[0] != words[1]
@@ -97,9 +92,9 @@ def _describe(name: str, words: Sequence[str], calls: Sequence[RecordedCall]) ->
     return f"the {name} is {stated}, and inputs of {longest} tokens do not show it"
 
 
-def _state_window(sides: Sides | None) -> str:
-    """Return the number of keys in a window, the query's own included."""
-    left, right = sides or (None, None)
+def _state_window(model: AttentionModel) -> str:
+    """Return the number of keys in the window of a model, the query's own included."""
+    left, right = model.settings.sides or (None, None)
     if left is None:
         return "none"
     return f"{left + 1} keys" if not right else f"{left} keys before and {right} after"

@@ -152,8 +152,7 @@ class AlibiRule:
 
     Attributes:
         bias_max: sets all slopes; see `headwise.layers.alibi_slopes`.
-        before_scale: True if the bias is added before the products are scaled, as in Falcon, which
-            rounds the slopes to bfloat16.
+        before_scale: True if slopes in bfloat16 are added before the products are scaled (Falcon).
         slopes: of each head, where they follow another rule.
     """
 

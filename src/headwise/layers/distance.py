@@ -87,9 +87,7 @@ def alibi_slopes(num_heads: int, *, bias_max: float = BIAS_MAX) -> Float[Tensor,
 class Alibi:
     """ALiBi as an option of a layer: adds ``-slope * |key - query|``; see `alibi_slopes`.
 
-    Args:
-        bias_max: sets the slopes of all heads.
-        slopes: of each head, in place of those by ``bias_max``; Falcon's are rounded and scaled.
+    Its ``slopes`` are those of each head where they follow another rule.
 
     Raises:
         OptionError: a ``bias_max`` that is not positive and finite, or slopes of other heads.

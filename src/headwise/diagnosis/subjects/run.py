@@ -56,13 +56,6 @@ class LayerRun:
     # Makes further runs of it, of which outputs alone are read; None where it cannot be called.
     make_runs: Callable[[RecordedCall], Runs | None] = lambda _: None
 
-    @property
-    def model_with_window(self) -> AttentionModel | None:
-        """The model with the window that its config states and that calls have in their masks."""
-        if self.model is None or self.window is None:
-            return self.model
-        return self.model.with_settings(window=self.window)
-
 
 # Runs a model, and returns its attentions and its outputs by name.
 LayerRecorder = Callable[[nn.Module, Arguments], tuple[list[LayerRun], dict[str, Tensor]]]
@@ -344,10 +337,7 @@ def record_layers(
 def _make_runs_on_tape(
     model: nn.Module, arguments: Arguments, name: str, turn: int, count: int, call: RecordedCall
 ) -> Runs | None:
-    """Return further runs of a recorded attention, the ``turn``-th of ``count`` in its module.
-
-    None where the tape shows another number of them there.
-    """
+    """Return further runs of a module's attention; None where no tape shows all ``count``."""
     tape, _ = record_tape(model, *arguments)
     sites = [x for x in find_sites(tape.nodes) if f"{x.module}.".startswith(f"{name}.")]
     if len(sites) != count or call.earlier:
