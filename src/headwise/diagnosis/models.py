@@ -199,9 +199,9 @@ class LayerPair:
             strict=True,
         )
         known, explained = (
-            search.ExplainedCalls(causal, [own], [self.first.inputs], stored, side=side)
+            search.ExplainedCalls(causal, [bare], [self.first.inputs], stored, side=side)
             for call, stored, side in given
-            for causal, own in [_take_causality(model, call)]
+            for causal, bare in [_take_causality(model, call)]
         )
         if known.gaps.cells_beyond_rounding and explained.gaps.cells_beyond_rounding:
             return self._compare_stages_directly(NOT_AS_STATED)

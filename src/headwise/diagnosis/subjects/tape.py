@@ -210,7 +210,7 @@ class _Replacing(_Counting):
     def __init__(self, given: Mapping[Place, Tensor], wanted: Place) -> None:
         super().__init__()
         self.given, self.wanted = given, wanted
-        self.found: Tensor | None = None
+        self.taken: Tensor | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -219,7 +219,7 @@ class _Replacing(_Counting):
         del types
         result, turn, numbers = func(*args, **(kwargs or {})), self.count(str(func)), count()
         if turn == self.wanted[:3]:
-            self.found = [*iterate_leaves(result)][self.wanted[3]]
+            self.taken = [*iterate_leaves(result)][self.wanted[3]]
             raise _FoundError
 
         def take(x: Any) -> Any:
@@ -269,6 +269,6 @@ def run_with(
     mode = _Replacing(given, wanted)
     with suppress(_FoundError), _running_plainly(model), mode.follow_modules(model), mode:
         model(*positional, **named)
-    if mode.found is None:
+    if mode.taken is None:
         raise LookupError(f"no {wanted[1]} {wanted[2]} in {wanted[0]}")
-    return mode.found
+    return mode.taken
