@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,12 @@ from transformers import (
     BartModel,
     BertConfig,
     BertModel,
+    FalconConfig,
+    FalconModel,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3TextConfig,
+    Gemma3TextModel,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -38,7 +43,10 @@ from transformers.models.dia.modeling_dia import DiaCrossAttention
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis.comparison import ModelComparison
 from headwise.diagnosis.results import Diagnosis, Verdict
+from headwise.diagnosis.simulation.model import Inputs
+from headwise.diagnosis.subjects.transformers import TransformersSubject
 from headwise.errors import OptionError, ShapeError
+from headwise.layers.hooks import record_modules
 from tests.diagnosis.test_stopped import interrupt_at
 from tests.quick import others_slow
 
@@ -124,6 +132,41 @@ def test_another_theta_is_named_in_every_layer() -> None:
     assert good.training
     assert good.config._attn_implementation == implementation
     assert all(torch.equal(x, before[name]) for name, x in good.state_dict().items())
+
+
+@pytest.mark.slow
+def test_falcon_adds_its_bias_twice_on_its_eager_path(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {n: SIZES[n] for n in ("vocab_size", "hidden_size", "num_attention_heads")}
+    config = FalconConfig(**sizes, num_hidden_layers=1, alibi=True)
+    eager, sdpa = (
+        FalconModel._from_config(copy.deepcopy(config), attn_implementation=way).eval()
+        for way in ("eager", "sdpa")
+    )
+    eager.load_state_dict(sdpa.state_dict())
+    _, model = compared(eager, sdpa)
+    [cause] = model.layers[0].comparison.causes
+    assert cause.name == "distance bias coefficient"
+    assert cause.parameters["coefficient"] == pytest.approx(2)
+    sdpa.save_pretrained(tmp_path)
+    assert compare(sdpa, tmp_path, TOKENS).verdict.is_same
+
+
+def test_documents_of_a_row_that_see_each_other_are_named() -> None:
+    """transformers reads packed positions only where no cache is used."""
+    isolated = llama(num_hidden_layers=2)
+    leaking = copy.deepcopy(isolated)
+    isolated.config.use_cache, leaking.config.use_cache = False, True
+    places = torch.cat([torch.arange(6), torch.arange(7)])[None]
+    inputs = {"input_ids": TOKENS[:1], "position_ids": places}
+    seen = "positions 6 to 12 of the {} also see keys 0 to 5"
+    for pair, side in (((leaking, isolated), "first"), ((isolated, leaking), "second")):
+        comparison = compare(*pair, inputs).model
+        assert comparison is not None
+        first, other = comparison.layers
+        assert first.comparison.isolated == (seen.format(side),)
+        assert f"  {seen.format(side)}" in first.lines
+        assert other.note.endswith(seen.format(side))
 
 
 def test_a_fault_in_one_layer_is_not_seen_in_those_after_it() -> None:
@@ -329,6 +372,28 @@ def test_noise_of_a_model_is_no_rounding() -> None:
 def test_a_module_without_its_output_projection_is_a_function() -> None:
     module = MODELS["bert"]().get_submodule("encoder.layer.1.attention.self")
     assert compare(copy.deepcopy(module), module).verdict is Verdict.SAME
+
+
+@pytest.mark.parametrize("is_two_sided", [True, False])
+def test_a_window_of_a_config_is_that_of_the_module_and_of_the_folder(
+    is_two_sided: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 8}
+    kinds: Any = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+    config = Gemma3TextConfig(**sizes, **kinds, use_bidirectional_attention=is_two_sided)
+    model = Gemma3TextModel(config).double().eval()
+    module = model.layers[0].self_attn
+    with record_modules([module]) as passes, torch.no_grad():
+        model(TOKENS)
+    [run] = passes[module]
+    subject = TransformersSubject(module)
+    assert subject.model is not None
+    assert subject.model.settings.sides == ((4, 4) if is_two_sided else (7, None))
+    x = run.kwargs["hidden_states"]
+    assert torch.equal(subject.output(Inputs(x)), run.output[0])
+    model.save_pretrained(tmp_path)
+    assert compare(model, tmp_path, TOKENS).verdict.is_same
 
 
 def test_a_model_is_compared_with_stored_weights(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.aligned import arrange
 from headwise.diagnosis.subjects.run import run_beside, run_model
 from headwise.diagnosis.subjects.sites import find_sites
-from headwise.diagnosis.subjects.tape import record_tape
+from headwise.diagnosis.subjects.tape import record_tape, run_with
 from tests.quick import others_slow
 from tests.refusals import refusals
 
@@ -467,3 +467,25 @@ def test_a_tape_keeps_what_is_changed_in_place() -> None:
     assert torch.equal(doubled.value, output)
     assert not doubled.parents[0].value[:, 1].any()
     assert find_sites(tape.nodes) == []
+
+
+class Loops(nn.Module):
+    """A layer that multiplies token by token, and a product of an attention after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in range(x.shape[1]):
+            x = x + self.before(x[:, place : place + 1])
+        return 2 * self.after(x)
+
+
+def test_a_place_is_found_again_whatever_the_number_of_products_elsewhere() -> None:
+    model, x = Loops(), torch.randn(3, 7, 4)
+    tape, _ = record_tape(model, (x,), {})
+    [end] = [node.place for node in tape.nodes if node.is_projection and node.module == "after"]
+    assert end is not None
+    few = x[:, :2]
+    assert_close(run_with({}, end, model, (few,), {}).view(3, 2, 4), model(few) / 2)

@@ -15,8 +15,11 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 
+from headwise import Attention
 from headwise.errors import OptionError
 from headwise.function.budget import Budget
+from headwise.function.spec import AlibiRule
+from headwise.layers.conversion import spec_of_layer
 from headwise.layers.distance import Alibi, PositionBias, alibi_slopes
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
@@ -92,6 +95,15 @@ def test_the_bias_is_slope_times_distance(align: Any) -> None:
     offset = 5 if align == "bottom-right" else 0
     expected = -alibi_slopes(6)[:, None] * (torch.arange(-23, 29) - offset).abs()
     assert torch.equal(table(module(align=align), 6), expected)
+
+
+def test_slopes_of_another_rule() -> None:
+    module, slopes = Alibi(slopes=(0.3, 0.0)).module(2), torch.tensor([0.3, 0.0])
+    expected = -slopes[:, None] * torch.arange(-23, 29).abs()
+    assert torch.equal(table(module(align="top-left"), 2), expected)
+    rule = spec_of_layer(Attention(8, 2, score_bias=Alibi(slopes=(0.3, 0.0)))).score_bias
+    assert rule == AlibiRule(slopes=(0.3, 0.0))
+    assert module.double().numbers.tolist() == [0.3, 0.0]
 
 
 def test_it_has_nothing_to_learn_or_save() -> None:
@@ -183,6 +195,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no heads": (lambda: alibi_slopes(0), ["0 heads", "at least one"]),
     "no heads of a module": (lambda: Alibi().module(0), ["0 heads"]),
     "bias_max 0": (lambda: Alibi(bias_max=0.0), ["bias_max=0.0"]),
+    "too few slopes": (lambda: Alibi(slopes=(0.5,)).module(2), ["1 slopes for 2 heads", "each"]),
     "bias_max inf": (lambda: alibi_slopes(6, bias_max=math.inf), ["bias_max=inf"]),
 }
 

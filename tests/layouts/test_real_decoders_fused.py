@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from headwise import Rotary, ScoreBias
-from headwise.layers.distance import Alibi, alibi_slopes
+from headwise import Rotary
+from headwise.layers.distance import Alibi
 from headwise.layers.norm import QKNorm
-from headwise.masks.clause import Align
 from tests.layouts.captured import DIVIDED, THETA, WHOLE, angles, captured, model_of
 from tests.layouts.real import Real, assert_same_function
 
@@ -59,31 +57,6 @@ def persimmon() -> Real:
     return captured(model, "layers.0.self_attn", options=options)
 
 
-@dataclass(frozen=True)
-class FalconAlibi:
-    """Added before the scores are divided by the root of head_dim; exact for 8 heads."""
-
-    head_dim: int
-
-    def module(
-        self,
-        num_heads: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> nn.Module:
-        return _Slopes(alibi_slopes(num_heads).double() / self.head_dim**0.5)
-
-
-class _Slopes(nn.Module):
-    def __init__(self, slopes: torch.Tensor) -> None:
-        super().__init__()
-        self.slopes = slopes
-
-    def forward(self, *, align: Align | None) -> ScoreBias:
-        return ScoreBias.alibi(self.slopes, align=align)
-
-
 def falcon(options: dict[str, Any], **config: Any) -> Real:
     model = model_of("FalconConfig", **config, bias=True, **angles())
     return captured(model, "h.0.self_attention", options=options)
@@ -100,8 +73,7 @@ def falcon_rw() -> Real:
         multi_query=False,
         bias=True,
     )
-    options = {"num_heads": 8, "score_bias": FalconAlibi(10)}
-    return captured(model, "h.0.self_attention", options=options, unit=DOUBLE)
+    return captured(model, "h.0.self_attention", options={"num_heads": 8}, unit=DOUBLE)
 
 
 def falcon_7b() -> Real:

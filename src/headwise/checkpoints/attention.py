@@ -131,7 +131,8 @@ def attention_from_state(
     if spec.rotation is not None and "rotary_width" in sizes:
         spec = replace(spec, rotary=replace(spec.rotation, width=sizes["rotary_width"]))
     _require_whole_function(module, spec, config)
-    stated = options_of_spec(spec)
+    sized = replace(spec, num_heads=sizes["heads"], head_dim=sizes["head_dim"])
+    stated = options_of_spec(sized)
     forms = ("score_bias", "qk_norm", "clip")  # that a layer may lack
     left = (n for n in forms if getattr(layout.function, n) is FROM_CONFIG and n not in given)
     read: dict[str, Any] = {name: getattr(spec, name) for name in left}

@@ -338,9 +338,11 @@ def layer_rotates(config: Config, layer: int) -> bool | None:
     """Return True if a layer rotates queries and keys; None where the config does not say.
 
     The rules are those of transformers: SmolLM3 and Llama 4 list the layers; Cohere 2 and EXAONE 4
-    rotate only in layers with a window.
+    rotate only in layers with a window; Falcon has ALiBi in place of a rotation.
     """
     fields = text_config(config)
+    if fields.text("model_type") == "falcon":
+        return not fields.flag("alibi")
     if fields.layer_values("no_rope_layers"):
         rotates = _layer_value(fields, "no_rope_layers", layer)
         return None if rotates is None else bool(rotates)  # 1 means rotary, in spite of the name
@@ -549,13 +551,19 @@ def find_missing_layers(
 
 
 def layout_in_layer(layout: Layout, config: Config, number: int) -> Layout:
-    """Return the layout of one layer: some models rotate in only some of their layers."""
-    rotates, rotary = layer_rotates(config, number), layout.function.rotary
+    """Return the layout of one layer: some models rotate in only some of their layers.
+
+    Falcon has ALiBi where its config says so, in any of its layouts.
+    """
+    rotates, function = layer_rotates(config, number), layout.function
+    if text_config(config).text("model_type") == "falcon":
+        bias = ABSENT if rotates else spec.AlibiRule(before_scale=True)
+        function = replace(function, rotary=FROM_CONFIG, score_bias=bias)
     if rotates is False:
-        rotary = ABSENT
-    elif rotates and rotary is FROM_CONFIG:
-        rotary = RotaryRule()
-    return replace(layout, function=replace(layout.function, rotary=rotary))
+        function = replace(function, rotary=ABSENT)
+    elif rotates and function.rotary is FROM_CONFIG:
+        function = replace(function, rotary=RotaryRule())
+    return replace(layout, function=function)
 
 
 def resolve(function: AttentionSpec, config: Config, *, layer: int) -> AttentionSpec:

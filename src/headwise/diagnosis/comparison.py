@@ -390,7 +390,8 @@ class LayerComparison:
             lines.append("  the second runs otherwise than its settings and weights state")
         for cause in self.comparison.causes:
             lines += [f"  {line}" for line in cause.lines]
-        return lines + [f"  {stage}" for stage in self.comparison.parted]
+        sentences = *self.comparison.parted, *self.comparison.isolated
+        return lines + [f"  {sentence}" for sentence in sentences]
 
 
 @dataclass(frozen=True, kw_only=True)

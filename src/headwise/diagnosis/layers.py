@@ -15,9 +15,8 @@ import torch
 
 from headwise.diagnosis import catalogue, functions, models, probes, search, unseen, watch, ways
 from headwise.diagnosis.causes import dropout
-from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence
+from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import SEED
-from headwise.diagnosis.patterns import describe_matrix
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
@@ -117,7 +116,7 @@ class Comparison:
             isolated=(
                 *functions.describe_not_finite(calls, names, side),
                 *self._describe_function(side, verdict),
-                *self._describe_projections(explained),
+                *explained.describe_projections(self.doubtful.model),
             ),
             tried=0 if explained.has_other_rows else len(self.candidates),
             unseen=unseen.find_changes(self.model, calls, self.dtype) if hidden else (),
@@ -264,23 +263,6 @@ class Comparison:
         parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
         can_record = function.parts is None and holds_modules(function.function)
         return (*function.limits, *parts.sentences, *((RECORD_PARTS,) if can_record else ()))
-
-    def _describe_projections(self, explained: search.ExplainedCalls) -> Iterator[str]:
-        left = explained.search.left.stages_beyond_rounding
-        if not left or watch.current().stopped:
-            return
-        causes, runs, other = explained.search.causes, explained.calls[0].runs, self.doubtful.model
-        right = causes[-1].model if causes else self.model
-        names = [f"w{role}" for role, stage in STAGE_OF.items() if stage in left]
-        changed = {name: other.weights[name] for name in names if other is not None}
-        if runs is not None:  # of which each, one alone, makes the outputs
-            reads = (read for model, read in runs.unnamed if model is right)
-            changed = {name: read.weights[name] for read in reads for name in [f"w{read.role}"]}
-        pairs = [(name, x, right.weights[name]) for name, x in changed.items()]
-        parted = [each for each in pairs if each[1].shape == each[2].shape]
-        parted = [each for each in parted if not torch.equal(*each[1:])]
-        if parted:
-            yield (", or " if runs else "; ").join(describe_matrix(*each) for each in parted)
 
     def _explain(
         self, calls: Sequence[RecordedCall], names: Sequence[str], side: str

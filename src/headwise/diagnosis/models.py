@@ -25,6 +25,7 @@ from headwise.diagnosis.comparison import (
     PartedStage,
 )
 from headwise.diagnosis.outputs.runs import Runs
+from headwise.diagnosis.patterns import list_visible_keys
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import (
@@ -198,9 +199,9 @@ class LayerPair:
             strict=True,
         )
         known, explained = (
-            search.ExplainedCalls(causal, [own], [self.first.inputs], stored, side=side)
+            search.ExplainedCalls(causal, [bare], [self.first.inputs], stored, side=side)
             for call, stored, side in given
-            for causal, own in [_take_causality(model, call)]
+            for causal, bare in [_take_causality(model, call)]
         )
         if known.gaps.cells_beyond_rounding and explained.gaps.cells_beyond_rounding:
             return self._compare_stages_directly(NOT_AS_STATED)
@@ -242,12 +243,13 @@ class LayerPair:
         mine, theirs, calls = self.mine.model, self.theirs.model, [self._call_to_explain]
         if dropout := describe_dropout_difference(self.mine.dropout, self.theirs.dropout):
             return dropout
-        if self.mine.model is None or self.theirs.model is None:
+        if mine is None or theirs is None:
             window, length = self._known.window, calls[0].inputs.key_source.shape[1]
-            if window is not None and window >= length:
-                return unseen.describe_window(self.mine.window, self.theirs.window, calls)
-        elif self.mine.window != self.theirs.window:
-            return unseen.describe_window(self.mine.window, self.theirs.window, calls)
+            if window is not None and window[0] is not None and window[0] >= length - 1:
+                return unseen.describe_window((self.mine.window, self.theirs.window), calls)
+        else:  # with the windows that calls have in their masks
+            pairs = ((mine, self.mine.window), (theirs, self.theirs.window))
+            mine, theirs = (m.with_settings(window=w) if w else m for m, w in pairs)
         if setting := unseen.describe_setting(mine, theirs, calls, calls[0].dtype):
             return setting
         if self._known.model is None or (mine and theirs and mine.is_equal(theirs)):
@@ -266,7 +268,8 @@ class LayerPair:
     def _compare_stages_directly(self, reason: str) -> LayerComparison:
         """Compare the recorded stages; ``reason`` says why, where that is not possible either."""
         if self._has_other_input:
-            return self._make_layer_comparison(self._make_comparison(), note=reason)
+            note = "; ".join((reason, *list_visible_keys(self.mine.call, self.theirs.call)))
+            return self._make_layer_comparison(self._make_comparison(), note=note)
         mine, theirs = self.mine.call.stages, self.theirs.call.stages
         common = tuple(stage for stage in STAGES if stage in mine and stage in theirs)
         gaps = {stage: relative_difference_norm(mine[stage], theirs[stage]) for stage in common}
@@ -308,7 +311,9 @@ class LayerPair:
                 named.unexplained.add(parted)
                 explained = self._explain_with_roles_swapped() or explained
         blind = self._describe_blind_spot() if explained.outputs_agree else ""
-        report = explained.report(**self._stated, blind=blind)
+        other = None if is_of_second else self.mine.model
+        changed = () if shown else (*explained.describe_projections(other),)
+        report = explained.report(**self._stated, blind=blind, isolated=changed)
         if shown is not None:
             apart = tuple(replace(each, is_explained=True) for each in report.parted)
             report = replace(report, causes=shown.causes, parted=apart)
@@ -375,6 +380,9 @@ class LayerPair:
     def _make_layer_comparison(
         self, comparison: FunctionComparison, *, outputs_agree: bool = True, **more: Any
     ) -> LayerComparison:
+        if {"scores", "weights"} & {*comparison.unexplained_places}:
+            seen = list_visible_keys(self.mine.call, self.theirs.call)
+            comparison = replace(comparison, isolated=(*seen, *comparison.isolated))
         return LayerComparison(
             name=self.mine.name,
             other_name=self.theirs.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
 from torch import Tensor
@@ -60,6 +60,20 @@ def describe_calls(calls: Sequence[RecordedCall], parted: AbstractSet[int]) -> s
     if shortest > longest > 1:
         return f"only in inputs longer than {longest} tokens"
     return ""
+
+
+def list_visible_keys(first: RecordedCall, second: RecordedCall) -> Iterator[str]:
+    """Yield which queries see keys by one mask that they do not see by the other."""
+    masks = [call.inputs.mask for call in (first, second) if call.inputs.mask is not None]
+    if len(masks) < 2 or masks[0].shape[2:] != masks[1].shape[2:]:
+        return
+    for side, (mine, other) in (("first", masks), ("second", masks[::-1])):
+        pairs = (mine & ~other).flatten(0, 1).any(0)
+        queries, keys = (pairs.any(axis).nonzero().flatten().tolist() for axis in (1, 0))
+        if queries:
+            who = format_noun_with_numbers("position", queries)
+            some = "" if int(pairs.sum()) == len(queries) * len(keys) else "some of "
+            yield f"{who} of the {side} also see {some}{format_noun_with_numbers('key', keys)}"
 
 
 def describe_matrix(name: str, other: Tensor, right: Tensor) -> str:

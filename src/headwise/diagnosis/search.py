@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from headwise.diagnosis import watch
 from headwise.diagnosis.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, Cause
-from headwise.diagnosis.causes.evidence import Evidence
+from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence
 from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.pairs import find_best_pair
-from headwise.diagnosis.patterns import describe_calls, describe_positions
+from headwise.diagnosis.patterns import describe_calls, describe_matrix, describe_positions
 from headwise.diagnosis.repairs.lines import ON_WEIGHTS, Code, Repair, write_repair, write_weights
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation import gaps
@@ -300,6 +300,24 @@ class ExplainedCalls:
                 )
             )
         return tuple(parted)
+
+    def describe_projections(self, other: AttentionModel | None) -> Iterator[str]:
+        """Yield what changed in projections without a cause; ``other`` is known by its weights."""
+        left = self.search.left.stages_beyond_rounding
+        if not left or watch.current().stopped:
+            return
+        causes, runs = self.search.causes, self.calls[0].runs
+        right = causes[-1].model if causes else self.model
+        names = [f"w{role}" for role, stage in STAGE_OF.items() if stage in left]
+        changed = {name: other.weights[name] for name in names if other is not None}
+        if runs is not None:  # of which each, one alone, makes the outputs
+            reads = (read for model, read in runs.unnamed if model is right)
+            changed = {name: read.weights[name] for read in reads for name in [f"w{read.role}"]}
+        pairs = [(name, x, right.weights[name]) for name, x in changed.items()]
+        parted = [each for each in pairs if each[1].shape == each[2].shape]
+        parted = [each for each in parted if not torch.equal(*each[1:])]
+        if parted:
+            yield (", or " if runs else "; ").join(describe_matrix(*each) for each in parted)
 
     def report(self, **fields: Any) -> FunctionComparison:
         """Return the comparison of the calls; ``fields`` are those that they do not tell."""

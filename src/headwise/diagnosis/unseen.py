@@ -12,7 +12,7 @@ from headwise.diagnosis.simulation.model import (
     RecordedCall,
     has_masks_of_heads,
 )
-from headwise.function.spec import Softcap
+from headwise.function.spec import ABSENT, AttentionSpec, Sides, Softcap
 
 ANOTHER_SCALE = 0.7  # of the scores: a head's share that most faults exceed
 USUAL_CAP = 50.0  # of Gemma 2
@@ -53,10 +53,10 @@ def describe_degenerate_attention(model: AttentionModel, calls: Sequence[Recorde
     return ""
 
 
-def describe_window(first: int | None, second: int | None, calls: Sequence[RecordedCall]) -> str:
+def describe_window(windows: Sequence[Sides | None], calls: Sequence[RecordedCall]) -> str:
     """Return the sentence on windows of other lengths, which these inputs do not show."""
-    words = ["none" if size is None else f"{size} keys" for size in (first, second)]
-    return _describe("window", words, calls)
+    specs = (AttentionSpec(window=window or ABSENT) for window in windows)
+    return _describe("window", [_state_window(AttentionModel(spec, {})) for spec in specs], calls)
 
 
 def describe_setting(

@@ -6,8 +6,9 @@ heads the paper's code (ofirpress/attention_with_linear_biases; BLOOM, Falcon) t
 the next lower power of two, then every other slope of the next higher one. MPT's rule
 (mosaicml/llm-foundry) gives the same slopes in the same order; MPT makes the 8 an option.
 
-Falcon adds its bias before the scores are scaled, and rounds the slopes to bfloat16. Its slopes
-here are therefore divided by the root of head_dim.
+Falcon adds its bias before the scores are scaled, and rounds the slopes to bfloat16: its slopes
+here are these, times the scale. It rounds slope times position too, which this rule does not; the
+two are equal up to position 256 where slopes are powers of two, as with 2, 4 or 8 heads.
 
 T5's relative position bias is one learned number for each head and bucket of distances. Each short
 distance has its own bucket; longer ones share buckets that grow with the logarithm. The last
@@ -46,7 +47,8 @@ def slopes_of(spec: AttentionSpec) -> Float[Tensor, " heads"] | None:
     if rule.slopes is not None:
         return torch.tensor(rule.slopes, dtype=torch.float64)
     # The layers hold the slopes in float32.
-    return torch.tensor(alibi_slope_values(spec.num_heads, rule.bias_max)).double()
+    slopes = torch.tensor(alibi_slope_values(spec.num_heads, rule.bias_max))
+    return spec.factor * slopes.bfloat16().double() if rule.before_scale else slopes.double()
 
 
 def bucket_of_distances(

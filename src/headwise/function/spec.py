@@ -152,7 +152,7 @@ class AlibiRule:
 
     Attributes:
         bias_max: sets all slopes; see `headwise.layers.alibi_slopes`.
-        before_scale: True if the bias is added before the products are scaled, as in Falcon.
+        before_scale: True if slopes in bfloat16 are added before the products are scaled (Falcon).
         slopes: of each head, where they follow another rule.
     """
 
@@ -165,6 +165,8 @@ class AlibiRule:
         """Words such as "alibi before the scale"."""
         if self.before_scale:
             return "alibi before the scale"
+        if self.slopes is not None:
+            return "alibi with slopes of each head"
         return "alibi" if self.bias_max == BIAS_MAX else f"alibi with bias_max={self.bias_max:g}"
 
 
@@ -178,6 +180,7 @@ class BucketRule:
 
 
 Window = tuple[int | Open | None, int | None]
+Sides = tuple[int | None, int | None]  # of a window that is known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headwise.errors import DTypeError, OptionError
 from headwise.function import spec as rules
+from headwise.function.distance import slopes_of
 from headwise.function.gate import kind_of_width
 from headwise.function.rotary import Rotary
 from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, Softcap
@@ -110,7 +111,8 @@ def constructor_arguments_from_weights(
     options |= {f"{name}_bias": f"b{name[0]}" in canonical for name in biases}
     if source_dim != embed_dim:
         options["source_dim"] = source_dim
-    return options | options_of_spec(replace(function, head_dim=head_dim)) | dict(user_options)
+    sized = replace(function, num_heads=heads, head_dim=head_dim)
+    return options | options_of_spec(sized) | dict(user_options)
 
 
 def layout_of_layer(layer: Attention) -> Layout:
@@ -170,7 +172,7 @@ def _score_bias_rule(
     module: nn.Module | None,
 ) -> rules.AlibiRule | rules.BucketRule | rules.Other | rules.Unset:
     if isinstance(module, AlibiSlopes):
-        return rules.AlibiRule(module.bias_max)
+        return rules.AlibiRule(module.bias_max, slopes=module.slopes)
     if isinstance(module, T5BucketTable):
         t5 = module.options
         return rules.BucketRule(t5.buckets, t5.max_distance, t5.bidirectional)
@@ -195,7 +197,9 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
     if isinstance(spec.softcap, Softcap) and spec.softcap.limit is not FROM_CONFIG:
         options["softcap"] = spec.softcap.limit
     if isinstance(bias, rules.AlibiRule) and not bias.before_scale:
-        options["score_bias"] = Alibi(bias.bias_max)
+        options["score_bias"] = Alibi(bias.bias_max, bias.slopes)
+    elif spec.num_heads and spec.head_dim and (slopes := slopes_of(spec)) is not None:
+        options["score_bias"] = Alibi(slopes=(*slopes.tolist(),))
     if isinstance(bias, rules.BucketRule) and bias.buckets is not FROM_CONFIG:
         options["score_bias"] = T5Bias(bias.buckets, bias.max_distance, bias.bidirectional)
     if isinstance(spec.window, tuple) and spec.window[0] is not FROM_CONFIG:
@@ -213,7 +217,8 @@ def require_same_function_as_source(
     is_described = isinstance(expected.score_bias, rules.Other) or (
         isinstance(expected.score_bias, rules.AlibiRule) and expected.score_bias.before_scale
     )
-    if is_described and isinstance(actual.score_bias, rules.Other):
+    has_slopes = isinstance(actual.score_bias, rules.AlibiRule) and actual.score_bias.slopes
+    if is_described and (has_slopes or isinstance(actual.score_bias, rules.Other)):
         actual = replace(actual, score_bias=FROM_CONFIG)  # trust the user's class for it
     conflicts = expected.conflicts(actual)
     options = ", ".join(f"{name}=..." for name in conflicts)

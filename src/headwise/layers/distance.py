@@ -6,6 +6,7 @@ The formulas are in `headwise.function.distance`.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Unpack, runtime_checkable
@@ -61,8 +62,8 @@ class FixedTable(nn.Module):
         return self
 
     def _make_numbers(self, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
-        numbers = torch.tensor(self._exact, dtype=self._least, device=device)
-        return numbers.to(torch.promote_types(dtype, self._least))
+        wide = torch.promote_types(dtype, self._least)
+        return torch.tensor(self._exact, dtype=wide, device=device)
 
 
 # ---- ALiBi -----------------------------------------------------------------------------------
@@ -86,11 +87,14 @@ def alibi_slopes(num_heads: int, *, bias_max: float = BIAS_MAX) -> Float[Tensor,
 class Alibi:
     """ALiBi as an option of a layer: adds ``-slope * |key - query|``; see `alibi_slopes`.
 
+    Its ``slopes`` are those of each head where they follow another rule.
+
     Raises:
-        OptionError: a ``bias_max`` that is not positive and finite.
+        OptionError: a ``bias_max`` that is not positive and finite, or slopes of other heads.
     """
 
     bias_max: float = BIAS_MAX
+    slopes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _require_slope_options(1, self.bias_max)
@@ -103,7 +107,9 @@ class Alibi:
         dtype: torch.dtype | None = None,
     ) -> AlibiSlopes:
         """Make the slopes of ``num_heads`` heads, as a module without parameters."""
-        return AlibiSlopes(num_heads, bias_max=self.bias_max, device=device, dtype=dtype)
+        return AlibiSlopes(
+            num_heads, bias_max=self.bias_max, slopes=self.slopes, device=device, dtype=dtype
+        )
 
 
 class AlibiSlopes(FixedTable):
@@ -113,11 +119,24 @@ class AlibiSlopes(FixedTable):
     slope, 2 ** -0.25, is 0.0011 in bfloat16: a score of 4.3 at a distance of 4,096.
     """
 
-    def __init__(self, num_heads: int, *, bias_max: float, **place: Unpack[Placement]) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        bias_max: float,
+        slopes: tuple[float, ...] | None = None,
+        **place: Unpack[Placement],
+    ) -> None:
         _require_slope_options(num_heads, bias_max)
-        slopes = distance.alibi_slope_values(num_heads, bias_max)
-        super().__init__(slopes, least=torch.float32, **place)
-        self.bias_max = bias_max
+        if slopes is not None and len(slopes) != num_heads:
+            raise OptionError(
+                saw=f"{len(slopes)} slopes for {num_heads} heads",
+                needed="a slope for each head",
+                do="leave out slopes= for those of the paper",
+            )
+        single = tuple(array("f", distance.alibi_slope_values(num_heads, bias_max)))
+        super().__init__(slopes or single, least=torch.float32, **place)
+        self.bias_max, self.slopes = bias_max, slopes
 
     def forward(self, *, align: Align | None) -> ScoreBias:
         """Return the bias ``-slope * |key - query|``."""

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from headwise.checkpoints.config import attention_window
+from headwise.checkpoints.config import window_sides
 from headwise.checkpoints.places import Place, find_model_places
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.rounding import default_tolerance
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import AttentionSpec, Sides
 from headwise.function.stages import mix_values
 from headwise.layers import checks, conversion, distance
 from headwise.layers.attention import Attention
@@ -262,7 +262,7 @@ class ModuleData:
     model: AttentionModel | None  # the attention; None where the weights or settings cannot be read
     # Role -> name of the submodule that projects it; only submodules of their own.
     projections: Mapping[str, str]
-    window: int | None = None  # the number of keys in its window by the config; None for none
+    window: Sides | None = None  # by the config; None for none
 
     def covers_module(self, name: str) -> bool:
         """True if a module's name is that of this one, or of a part of it."""
@@ -307,5 +307,5 @@ def _read_place(place: Place, state: Mapping[str, Tensor]) -> ModuleData:
     }
     window = None
     with suppress(HeadwiseError):
-        window = attention_window(place.config, place.module.layer)
+        window = window_sides(place.config, place.module.layer)
     return ModuleData(place.name, data, owners, window)

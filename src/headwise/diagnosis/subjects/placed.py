@@ -14,7 +14,7 @@ from headwise.diagnosis.subjects.tape import MOVES, Node, Place, run_with
 from headwise.errors import OptionError
 from headwise.support.tensors import map_leaves
 
-OUTSIDE: Place = ("", 0, 0)  # of a tensor that no operator computed
+OUTSIDE: Place = ("", "", 0, 0)  # of a tensor that no operator computed
 
 
 class PlacedAttention:

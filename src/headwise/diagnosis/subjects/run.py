@@ -26,6 +26,7 @@ from headwise.diagnosis.subjects.subject import (
 from headwise.diagnosis.subjects.tape import record_tape
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.rounding import Roundoff, coarsest, default_tolerance
+from headwise.function.spec import Sides
 from headwise.layers.hooks import ModuleRun, record_modules
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention
@@ -50,7 +51,7 @@ class LayerRun:
     input_rounding: float = 0.0
     stored: torch.dtype = torch.float64  # of the weights
     roundings: Mapping[str, float] = field(default_factory=dict)  # of each stage
-    window: int | None = None  # the number of keys in its window by the config
+    window: Sides | None = None  # by the config
     dropout: float | None = None  # as the model was given: 0 in eval mode, None where not known
     # Makes further runs of it, of which outputs alone are read; None where it cannot be called.
     make_runs: Callable[[RecordedCall], Runs | None] = lambda _: None
@@ -325,22 +326,23 @@ def record_layers(
         turns = {role: _read_turn(x, passes[x][len(before) :]) for role, x in parts.items()}
         layer = _make_layer_run(call, data, turns, dtype, [run.call for run in before])
         dropout = None if call.module is None else dropouts.get(call.module)
-        place_at = partial(_make_runs_on_tape, model, arguments, len(layers), len(calls))
-        before.append(replace(layer, dropout=dropout, make_runs=place_at))
+        turn = len(before), sum(each.module is call.module for each in calls)
+        make_runs = partial(_make_runs_on_tape, model, arguments, place, *turn)
+        before.append(replace(layer, dropout=dropout, make_runs=make_runs))
         layers.append(before[-1])
     return layers, list_output_tensors(output)
 
 
 @torch.no_grad()
 def _make_runs_on_tape(
-    model: nn.Module, arguments: Arguments, number: int, count: int, call: RecordedCall
+    model: nn.Module, arguments: Arguments, name: str, turn: int, count: int, call: RecordedCall
 ) -> Runs | None:
-    """Return further runs of a recorded attention; None where no tape shows all of them."""
+    """Return further runs of a module's attention; None where no tape shows all ``count``."""
     tape, _ = record_tape(model, *arguments)
-    sites = find_sites(tape.nodes)
+    sites = [x for x in find_sites(tape.nodes) if f"{x.module}.".startswith(f"{name}.")]
     if len(sites) != count or call.earlier:
         return None
-    return PlacedAttention(model, arguments, sites[number], call.inputs).make_runs(call)
+    return PlacedAttention(model, arguments, sites[turn], call.inputs).make_runs(call)
 
 
 @torch.no_grad()

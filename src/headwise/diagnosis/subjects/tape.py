@@ -42,9 +42,9 @@ SCALINGS = {  # by a number where they have one tensor
     *("aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"),
 }
 SOFTMAXES = {"aten._softmax.default", "aten._safe_softmax.default", "aten.exp.default"}
-# An operator, how often it ran before, and which tensor of its result. Runs on other lengths have
-# other views, and the same of all else.
-Place = tuple[str, int, int]
+# A module, an operator, how often it ran there before, and which tensor of its result. Runs on
+# other lengths have other views, and the same of all else in the module of an attention.
+Place = tuple[str, str, int, int]
 
 
 @dataclass(eq=False)
@@ -88,13 +88,48 @@ class Node:
         return node
 
 
-class Tape(DispatchMode):  # type: ignore[misc]
+class _Counting(DispatchMode):  # type: ignore[misc]
+    """Mode that counts how often each operator ran in each module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.times = "", Counter[tuple[str, str]]()
+
+    def count(self, operator: str) -> tuple[str, str, int]:
+        """Return the module that runs, the operator, and how often it ran there before."""
+        self.times[self.module, operator] += 1
+        return self.module, operator, self.times[self.module, operator] - 1
+
+    @contextmanager
+    def follow_modules(self, model: nn.Module) -> Iterator[None]:
+        """Note the innermost module with weights that runs."""
+        running: list[str] = []
+
+        def start(name: str) -> Any:
+            def on_start(*_: Any) -> None:
+                running.append(name)
+                self.module = name
+
+            return on_start
+
+        def on_end(*_: Any) -> None:
+            running.pop()
+            self.module = running[-1] if running else ""
+
+        with ExitStack() as handles:
+            for name, module in model.named_modules():
+                if any(True for _ in module.parameters()):
+                    handles.enter_context(module.register_forward_pre_hook(start(name)))
+                    handles.enter_context(module.register_forward_hook(on_end, always_call=True))
+            yield
+
+
+class Tape(_Counting):
     """Mode that records all operators; ``inputs`` are those of the model."""
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
-        self.module, self.times = "", Counter[str]()
         self._node_of: dict[int, Node] = {}
         self._of_storage: dict[int, list[Tensor]] = {}
         for x in inputs:
@@ -124,10 +159,10 @@ class Tape(DispatchMode):  # type: ignore[misc]
         for x in iterate_leaves(result):
             if isinstance(x, Tensor) and not any(x is other for other in changed):
                 self._add(x, operator, parents, factors=factors)
+        turn = self.count(operator)
         for number, x in enumerate(iterate_leaves(result)):
             if isinstance(x, Tensor):
-                self._node_of[id(x)].place = operator, self.times[operator], number
-        self.times[operator] += 1
+                self._node_of[id(x)].place = *turn, number
         return result
 
     def _find(self, x: Tensor) -> Node:
@@ -154,29 +189,6 @@ class Tape(DispatchMode):  # type: ignore[misc]
         self.nodes.append(node)
         return node
 
-    @contextmanager
-    def follow_modules(self, model: nn.Module) -> Iterator[None]:
-        """Note the innermost module with weights that runs."""
-        running: list[str] = []
-
-        def start(name: str) -> Any:
-            def on_start(*_: Any) -> None:
-                running.append(name)
-                self.module = name
-
-            return on_start
-
-        def on_end(*_: Any) -> None:
-            running.pop()
-            self.module = running[-1] if running else ""
-
-        with ExitStack() as handles:
-            for name, module in model.named_modules():
-                if any(True for _ in module.parameters()):
-                    handles.enter_context(module.register_forward_pre_hook(start(name)))
-                    handles.enter_context(module.register_forward_hook(on_end, always_call=True))
-            yield
-
 
 def _storage(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
@@ -192,28 +204,26 @@ def _list_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     return written
 
 
-class _Replacing(DispatchMode):  # type: ignore[misc]
+class _Replacing(_Counting):
     """Mode that puts tensors in the place of results, and stops where one is ``wanted``."""
 
     def __init__(self, given: Mapping[Place, Tensor], wanted: Place) -> None:
         super().__init__()
-        self.given, self.wanted, self.times = given, wanted, Counter[str]()
-        self.found: Tensor | None = None
+        self.given, self.wanted = given, wanted
+        self.taken: Tensor | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator, and replace its results."""
         del types
-        result, operator, numbers = func(*args, **(kwargs or {})), str(func), count()
-        time = self.times[operator]
-        self.times[operator] += 1
-        if (operator, time) == self.wanted[:2]:
-            self.found = [*iterate_leaves(result)][self.wanted[2]]
+        result, turn, numbers = func(*args, **(kwargs or {})), self.count(str(func)), count()
+        if turn == self.wanted[:3]:
+            self.taken = [*iterate_leaves(result)][self.wanted[3]]
             raise _FoundError
 
         def take(x: Any) -> Any:
-            given = self.given.get((operator, time, next(numbers)))
+            given = self.given.get((*turn, next(numbers)))
             if given is None:
                 return x
             given = given.reshape(x.shape).to(x.dtype)
@@ -257,8 +267,8 @@ def run_with(
 ) -> Tensor:
     """Run a model with tensors in the place of results of its operators; return another result."""
     mode = _Replacing(given, wanted)
-    with suppress(_FoundError), _running_plainly(model), mode:
+    with suppress(_FoundError), _running_plainly(model), mode.follow_modules(model), mode:
         model(*positional, **named)
-    if mode.found is None:
-        raise LookupError(f"no {wanted[0]} {wanted[1]}")
-    return mode.found
+    if mode.taken is None:
+        raise LookupError(f"no {wanted[1]} {wanted[2]} in {wanted[0]}")
+    return mode.taken

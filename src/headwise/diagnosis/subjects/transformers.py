@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from headwise.checkpoints.config import attention_window
+from headwise.checkpoints.config import window_sides
 from headwise.diagnosis.simulation.model import (
     AttentionModel,
     Inputs,
@@ -27,6 +27,8 @@ from headwise.diagnosis.subjects.layers import (
 from headwise.diagnosis.subjects.run import find_main_tensor, record_layers
 from headwise.diagnosis.subjects.subject import FAILURES, ModuleSubject, describe_error
 from headwise.errors import HeadwiseError, OptionError
+from headwise.function.spec import ABSENT, AttentionSpec
+from headwise.function.stages import visible_by_distance
 from headwise.layers.hooks import record_modules
 from headwise.scanning.record import MASKS, SOURCES
 
@@ -116,8 +118,7 @@ class TransformersSubject(ModuleSubject):
         alone = _OneModuleModel(self.module)
         if self._data is None or self._data.model is None:
             return None
-        window = None if alone.window is None else (alone.window - 1, None)
-        return self._data.model.with_settings(causal=alone.is_causal, window=window)
+        return self._data.model.with_settings(causal=alone.is_causal, window=alone.window)
 
     @property
     def token_width(self) -> int | None:
@@ -175,7 +176,7 @@ class _OneModuleModel(nn.Module):
         self.layers = nn.ModuleDict({str(self.number): module})
         self.is_causal, self.window = is_causal_in_its_model(module), None
         with suppress(HeadwiseError):  # of a config that does not say which layers have its window
-            self.window = attention_window(self.config.to_dict(), self.number)
+            self.window = window_sides(self.config.to_dict(), self.number)
 
     def forward(self, inputs: Inputs, dtype: torch.dtype) -> Tensor:
         if not inputs.steps:
@@ -236,11 +237,8 @@ class _OneModuleModel(nn.Module):
     def _mask_as_added_numbers(self, call: RecordedCall, dtype: torch.dtype) -> Tensor:
         """Return the masks of model and caller as numbers (batch, heads or 1, queries, keys)."""
         inputs, ahead = call.inputs, key_query_distances(call)
-        seen = torch.ones_like(ahead, dtype=torch.bool)
-        if self.is_causal:
-            seen &= ahead <= 0
-        if self.window is not None:
-            seen &= ahead > -self.window
+        spec = AttentionSpec(causal=self.is_causal, window=self.window or ABSENT)
+        seen = visible_by_distance(spec, ahead)
         seen = seen if inputs.mask is None else seen & inputs.mask
         shape = (len(inputs.x), -1, inputs.x.shape[1], ahead.shape[-1])
         lowest = torch.finfo(dtype).min
