@@ -104,7 +104,8 @@ class Comparison:
             causes, left = explained.search
             if left.cells_beyond_rounding or len(causes) > 1:
                 swapped = self._explain_with_roles_swapped(calls, explained)
-                explained = swapped or self._explain_by_outputs(explained) or explained
+                shown = swapped or self._explain_by_outputs(explained)
+                explained = shown or self._explain_later_calls(explained) or explained
         verdict, blind, hidden = self._judge(explained, calls)
         if self._condition and verdict in (Verdict.SAME, Verdict.TO_ROUNDING):
             verdict = Verdict.UNDER_MASK
@@ -365,6 +366,22 @@ class Comparison:
         if runs is None or not shows_more or not explained.search.left.cells_beyond_rounding:
             return None
         other = explained.with_outputs_alone(runs)
+        return None if other.search.left.cells_beyond_rounding else other
+
+    def _explain_later_calls(
+        self, explained: search.ExplainedCalls
+    ) -> search.ExplainedCalls | None:
+        """Return what explains calls with a cache alone, where all others agree."""
+        parted = [
+            pair
+            for pair in zip(explained.calls, explained.names, strict=True)
+            if measure_gaps(self.model, [pair[0]]).cells_beyond_rounding
+        ]
+        left = explained.search.left.cells_beyond_rounding
+        if not left or not parted or not all(call.earlier for call, _ in parted):
+            return None
+        calls, names = zip(*parted, strict=True)
+        other = self._explain(calls, names, explained.side)
         return None if other.search.left.cells_beyond_rounding else other
 
     def diagnosis_with_gradients(self) -> Diagnosis:
