@@ -591,8 +591,10 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
         eps = next((number for number in epsilons if number is not None), 1e-6)
         stated["qk_norm"] = replace(norm, eps=eps)
     if function.buckets and function.buckets.buckets is FROM_CONFIG:
+        # MPNet's class counts 32 whatever its config says.
+        is_fixed = fields.text("model_type") == "mpnet"
         stated["score_bias"] = spec.BucketRule(
-            buckets=fields.count("relative_attention_num_buckets") or 32,
+            buckets=(not is_fixed and fields.count("relative_attention_num_buckets")) or 32,
             max_distance=fields.count("relative_attention_max_distance") or 128,
             bidirectional=not fields.flag("is_decoder"),
         )

@@ -45,7 +45,7 @@ LAYOUTS = (
         )
         | {"encoder.relative_attention_bias.weight": "distances: buckets heads"},
         beside=("LayerNorm.*",),
-        function=AttentionSpec(score_bias=BucketRule(32, 128, bidirectional=True)),
+        function=AttentionSpec(score_bias=BucketRule()),
         mask="added",
         note="one table of distances, encoder.relative_attention_bias, serves all layers, by T5's "
         "rule; a conversion passes it on as it is",
