@@ -99,6 +99,9 @@ class Comparison:
             self.doubtful.require_stateless()
         side = self._side
         everything = self._explain(calls, names, side)
+        if len({{*call.stages} == {"output"} for call in calls}) > 1:  # a cause shows in all calls
+            everything = everything.with_outputs_alone(self.doubtful.runs)
+            calls = [*everything.calls]
         explained = self._look_further(self._explain_by_few_calls(everything))
         if not explained.outputs_agree:
             causes, left = explained.search
