@@ -209,7 +209,9 @@ class _Folder:
     def layers(self, values: Config) -> dict[str, tuple[Attention | HeadwiseError, Call]]:
         """Store a model with this config; return its attentions, as loaded and as they ran."""
         config = classes.config_class(values["model_type"]).from_dict(copy.deepcopy(values))
-        model = self.kind._from_config(config, attn_implementation="eager").float().eval()
+        # Falcon's eager path adds its distance bias twice.
+        path = "sdpa" if config.model_type == "falcon" else "eager"
+        model = self.kind._from_config(config, attn_implementation=path).float().eval()
         _fill(model)
         if (shapes := {n: x.shape for n, x in model.state_dict().items()}) != self._shapes:
             for old in self.path.glob("model*"):
