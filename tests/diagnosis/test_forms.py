@@ -304,7 +304,7 @@ def test_your_inputs_take_another_form_too() -> None:
     x = torch.randn(3, 6, WIDTH)
     function = compare(tokens_by_width, lambda x: attend(x), x).function
     assert function is not None
-    assert function.isolated[0].startswith("compared with one sequence a call, as (tokens, width)")
+    assert function.isolated[-1].startswith("compared with one sequence a call, as (tokens, width)")
     with pytest.raises(OptionError, match="other lengths"):
         compare(table_of_sixteen, LAYER, Inputs(x))
 

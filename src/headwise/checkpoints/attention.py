@@ -83,6 +83,10 @@ def load_attention(
     described = layout_in_layer(stored, stated, module.layer)
     if described.function.rotary and "rotary" not in options:
         _check_stated_rotation(module, source, described, stated)
+    if getattr(described.function.score_bias, "before_scale", False):
+        message = f"{module.prefix} rounds its distance bias to bfloat16 at each position"
+        rest = "the layer does not: the two part from position 257 on, earlier for 16 or more heads"
+        warnings.warn(f"{message}; {rest}", stacklevel=2)
     return attention_from_state(module, modules, source, described, stated, sizes, **options)
 
 
@@ -121,10 +125,6 @@ def attention_from_state(
     stored = {local: state[name] for name, local in module.tensors.items()}
     if isinstance(layout.function.score_bias, BucketRule):
         layout = _add_shared_distance_table(layout, module, modules, stored, state)
-    if getattr(layout.function.score_bias, "before_scale", False):
-        message = f"{module.prefix} rounds its distance bias to bfloat16 at each position"
-        rest = "the layer does not: the two part from position 257 on, earlier for 16 or more heads"
-        warnings.warn(f"{message}; {rest}", stacklevel=4)
     if dtype is not None:
         stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
     given: dict[str, Any] = dict.fromkeys(OPEN_FIELDS & options.keys(), ABSENT)
