@@ -553,10 +553,12 @@ def find_missing_layers(
 def layout_in_layer(layout: Layout, config: Config, number: int) -> Layout:
     """Return the layout of one layer: some models rotate in only some of their layers.
 
-    Falcon has ALiBi where its config says so, in any of its layouts.
+    Falcon has ALiBi where its config says so, in any of its layouts, and in no other.
     """
     rotates, function = layer_rotates(config, number), layout.function
     if text_config(config).text("model_type") == "falcon":
+        if not layout.name.startswith("falcon"):
+            return layout
         bias = ABSENT if rotates else spec.AlibiRule(before_scale=True)
         function = replace(function, rotary=FROM_CONFIG, score_bias=bias)
     if rotates is False:
