@@ -22,8 +22,10 @@ def compare_among(
     *,
     further: bool = False,
 ) -> Diagnosis:
-    """Return what is said of a function beside a layer by the causes of these names."""
-    function, known = make_function(port, "port"), NativeSubject(layer)
+    """Return what is said of a function or a layer beside a layer by the causes of these names."""
+    is_layer = isinstance(port, Attention)
+    function = NativeSubject(port) if is_layer else make_function(port, "port")
+    known = NativeSubject(layer)
     assert function is not None
     causes = [cause for cause in CAUSES if cause.name in names]
     assert len(causes) == len(names)

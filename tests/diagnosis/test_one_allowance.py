@@ -49,7 +49,7 @@ NAMES = {"first_layout": "torch-packed", "second_layout": "torch-packed"}
 @pytest.mark.parametrize(
     "dtype", others_slow([torch.float32, torch.bfloat16, torch.float16]), ids=str
 )
-@pytest.mark.parametrize("share", [0.3, 10.0])
+@pytest.mark.parametrize("share", others_slow([0.3, 10.0]))
 def test_ten_times_the_allowance_is_apart_and_a_third_is_not(
     dtype: torch.dtype, share: float
 ) -> None:

@@ -85,7 +85,9 @@ def load_attention(
     if described.function.rotary and "rotary" not in options:
         _check_stated_rotation(module, source, described, stated)
     if getattr(described.function.score_bias, "before_scale", False):
-        message = f"{module.prefix} rounds its distance bias to bfloat16 at each position; {ROUNDED}"
+        message = (
+            f"{module.prefix} rounds its distance bias to bfloat16 at each position; {ROUNDED}"
+        )
         warnings.warn(message, stacklevel=2)
     return attention_from_state(module, modules, source, described, stated, sizes, **options)
 

@@ -366,9 +366,12 @@ class Comparison:
     def _explain_by_outputs(self, explained: search.ExplainedCalls) -> search.ExplainedCalls | None:
         runs = self.doubtful.runs
         shows_more = any({*call.stages} != {"output"} for call in explained.calls)
-        if runs is None or not shows_more or not explained.search.left.cells_beyond_rounding:
+        if runs is None or not shows_more or explained.has_other_rows:
             return None
-        other = explained.with_outputs_alone(runs)
+        if not explained.search.left.cells_beyond_rounding:
+            return None
+        # Of stages that were recorded, pairs have been tried.
+        other = replace(explained.with_outputs_alone(runs), in_pairs=False)
         return None if other.search.left.cells_beyond_rounding else other
 
     def _explain_later_calls(

@@ -36,12 +36,14 @@ class CauseSearchResult(NamedTuple):
     left: Gaps
 
 
-def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> CauseSearchResult:
+def search_causes(
+    evidence: Evidence, causes: Sequence[Cause], *, in_pairs: bool = True
+) -> CauseSearchResult:
     """Name the causes why recorded calls part from a model.
 
     One cause after the other is put into the model, that which explains most stages first. Where
-    no cause makes a stage exact, pairs are tried. An interruption or the end of the budget leaves
-    what was named before.
+    no cause makes a stage exact, pairs are tried, if ``in_pairs``. An interruption or the end of
+    the budget leaves what was named before.
     """
     named: list[NamedCause] = []
     while evidence.gaps.cells_beyond_rounding and len(named) < MOST_CAUSES:
@@ -58,7 +60,8 @@ def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> CauseSearchRes
                 chosen, parts = find_best_single_cause(limited, causes)
                 firsts += parts
             untried = "pairs of causes"
-            chosen = chosen or find_best_pair(evidence, causes, firsts)
+            if not chosen and in_pairs:
+                chosen = find_best_pair(evidence, causes, firsts)
         except watch.STOPS as error:
             watch.current().stop(error, untried)
             break
@@ -86,6 +89,7 @@ class ExplainedCalls:
     candidates: Sequence[Cause] = CAUSES  # that may be named
     side: str = "first"  # of the recorded one, for reports
     language: str = ""  # of the recorded one where it is code: "torch", "numpy"; "" for a layer
+    in_pairs: bool = True  # tried where no cause explains a stage alone
 
     @cached_property
     def search(self) -> CauseSearchResult:
@@ -96,10 +100,12 @@ class ExplainedCalls:
         """
         if self.has_other_rows:
             return self._search_beside_gone_heads
-        named = search_causes(Evidence(self.model, self.calls, self.gaps), self.candidates)
+        evidence = Evidence(self.model, self.calls, self.gaps)
+        named = search_causes(evidence, self.candidates, in_pairs=self.in_pairs)
         if named.left.cells_beyond_rounding and self._has_weights_in_narrower_dtype:
             calls = [replace(call, dtype=self.stored) for call in self.calls]
-            coarse = search_causes(Evidence.of(self.model, calls), self.candidates)
+            evidence = Evidence.of(self.model, calls)
+            coarse = search_causes(evidence, self.candidates, in_pairs=self.in_pairs)
             if coarse.causes and not coarse.left.cells_beyond_rounding:
                 model = coarse.causes[-1].model
                 if all(self._is_output_in_dtype_of_weights(call, model) for call in self.calls):

@@ -14,6 +14,7 @@ from headwise import Attention
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.surgery import Cut, LayerCut, ModelHeads, cut_layer, cut_model, regroup
 from headwise.surgery.maps import How
+from tests.diagnosis.among import compare_among
 from tests.quick import others_slow
 from tests.surgery.families import FAMILIES, GROUPED, inputs_of
 
@@ -53,7 +54,8 @@ def expect(a: Any, b: Any, inputs: Any, parameters: dict[str, Any]) -> None:
 READ = ["llama", "bert", "gpt2", "qwen3", "gemma2", "vit", "t5", "bart"]
 
 
-@pytest.mark.parametrize("family", others_slow(READ))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", READ)
 def test_the_mean_of_neighbours_in_each_family(family: str) -> None:
     model = FAMILIES[family]()
     count = 3 if family in GROUPED else 2
@@ -61,7 +63,8 @@ def test_the_mean_of_neighbours_in_each_family(family: str) -> None:
     expect(merged(model, count), model, inputs_of(model), {"kv heads": groups})
 
 
-@pytest.mark.parametrize("family", others_slow(["bert", "vit"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bert", "vit"])
 def test_the_mean_of_heads_in_another_order(family: str) -> None:
     model, order = FAMILIES[family](), (0, 3, 5, 1, 4, 2)
     parameters = {"kv heads": "0+3+5, 1+2+4", "heads in the order": order}
@@ -81,8 +84,9 @@ def test_weights_of_other_dtypes(family: str, dtype: torch.dtype) -> None:
     assert f"{NAME} explains all of it" in str(diagnosis)
 
 
-@pytest.mark.parametrize("how", others_slow([how for how in get_args(How) if how != "mean"]))
-@pytest.mark.parametrize("family", others_slow(["llama", "bert"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [how for how in get_args(How) if how != "mean"])
+@pytest.mark.parametrize("family", ["llama", "bert"])
 def test_merges_by_maps_have_no_known_cause(family: str, how: How) -> None:
     model = FAMILIES[family]()
     torch.manual_seed(3)
@@ -157,6 +161,7 @@ def test_a_fitted_output_projection_is_not_explained() -> None:
     assert "nothing explains output" in str(diagnosis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_means_are_rounded_to_the_dtype_of_the_weights(dtype: torch.dtype) -> None:
     """Else nothing is exact: the coarse rounding of a dtype is believed where all is explained."""
@@ -172,7 +177,7 @@ def test_means_are_rounded_to_the_dtype_of_the_weights(dtype: torch.dtype) -> No
     assert causes_of(diagnosis) == [[(NAME, {"kv heads": "0+1+2"}, "first")]] * 2
 
 
-@pytest.mark.parametrize("family", others_slow(["llama", "bert"]))
+@pytest.mark.parametrize("family", others_slow(["bert", "llama"]))
 def test_heads_that_the_second_lacks(family: str) -> None:
     model = FAMILIES[family]()
     cut = Cut({name: layer.drop([2, 3]) for name, layer in ModelHeads(model).whole()})
@@ -208,7 +213,7 @@ def test_other_kv_heads_are_not_merged_ones(change: str, copies: int) -> None:
     if copies > 1:
         made = cut_layer(LayerCut(HEADS, 3).expand(6), made)
     for a, b in ((made, layer), (layer, made)):
-        [causes] = causes_of(headwise.compare(a, b))
+        [causes] = causes_of(compare_among([NAME, "factor", "heads gone"], a, b))
         assert NAME not in [name for name, _, _ in causes]
 
 
