@@ -34,7 +34,10 @@ from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.text import list_some
 
 MAX_NAMES = 6  # modules that an error names
-ROUNDED = "the layer does not: the two part from position 257 on, earlier for 16 or more heads"
+ROUNDED = (
+    " rounds its distance bias to bfloat16 at each position; the layer does not:"
+    " the two part from position 257 on, earlier for 16 or more heads"
+)
 
 
 @explain_arguments(RENAMED_COUNTS)
@@ -85,10 +88,7 @@ def load_attention(
     if described.function.rotary and "rotary" not in options:
         _check_stated_rotation(module, source, described, stated)
     if getattr(described.function.score_bias, "before_scale", False):
-        message = (
-            f"{module.prefix} rounds its distance bias to bfloat16 at each position; {ROUNDED}"
-        )
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(f"{module.prefix}{ROUNDED}", stacklevel=2)
     return attention_from_state(module, modules, source, described, stated, sizes, **options)
 
 
