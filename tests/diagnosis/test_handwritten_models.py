@@ -22,6 +22,7 @@ from headwise.diagnosis.subjects.aligned import arrange
 from headwise.diagnosis.subjects.run import run_beside, run_model
 from headwise.diagnosis.subjects.sites import find_sites
 from headwise.diagnosis.subjects.tape import record_tape, run_with
+from headwise.errors import OptionError
 from tests.quick import others_slow
 from tests.refusals import refusals
 
@@ -488,4 +489,22 @@ def test_a_place_is_found_again_whatever_the_number_of_products_elsewhere() -> N
     [end] = [node.place for node in tape.nodes if node.is_projection and node.module == "after"]
     assert end is not None
     few = x[:, :2]
-    assert_close(run_with({}, end, model, (few,), {}).view(3, 2, 4), model(few) / 2)
+    output, products = run_with({}, end, model, (few,), {})
+    assert_close(output.view(3, 2, 4), model(few) / 2)
+    assert sum(products.values()) == 1
+
+
+def test_attention_of_torchs_decoder_runs_on_other_tokens() -> None:
+    """Its module computes with tokens first, and with other products for one token."""
+    torch.manual_seed(0)
+    model = nn.Transformer(12, 2, 1, 2, 16, batch_first=True).eval().double()
+    inputs = {"src": torch.randn(5, 7, 12), "tgt": torch.randn(5, 6, 12)}
+    layer = run_model(model, inputs).layers[-1]
+    runs = layer.make_runs(layer.call)
+    assert runs is not None
+    x, source = torch.randn(2, 4, 12).double(), torch.randn(2, 3, 12).double()
+    call = runs.record(Inputs(x, source=source))
+    attention = model.decoder.layers[1].multihead_attn
+    assert_close(call.stages["output"], attention(x, source, source)[0])
+    with pytest.raises(OptionError, match="products in the place of"):
+        runs.record(Inputs(x[:, :1].contiguous(), source=source[:, :1].contiguous()))

@@ -264,11 +264,15 @@ def run_with(
     model: nn.Module,
     positional: tuple[Any, ...],
     named: Mapping[str, Any],
-) -> Tensor:
-    """Run a model with tensors in the place of results of its operators; return another result."""
+) -> tuple[Tensor, Counter[str]]:
+    """Run a model with tensors in the place of results of its operators.
+
+    Return another result, and the products before it in its module.
+    """
     mode = _Replacing(given, wanted)
     with suppress(_FoundError), _running_plainly(model), mode.follow_modules(model), mode:
         model(*positional, **named)
     if mode.taken is None:
         raise LookupError(f"no {wanted[1]} {wanted[2]} in {wanted[0]}")
-    return mode.taken
+    ran = {operator: n for (module, operator), n in mode.times.items() if module == wanted[0]}
+    return mode.taken, Counter({name: n for name, n in ran.items() if name in PRODUCTS})
