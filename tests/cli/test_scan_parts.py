@@ -174,10 +174,15 @@ def test_a_killed_process_costs_its_text_and_the_same_command_resumes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_command(number: signal.Signals) -> None:
-    write_texts(range(TEXTS, 5 * TEXTS))  # more than a busy machine scans before the signal
+    write_texts(range(TEXTS, 5 * TEXTS))
     child = begun("--processes", 2)
     running = workers_of(child)
+    for process in running:  # else a busy machine may scan all texts before the signal
+        process.suspend()
     child.send_signal(number)
+    if number == signal.SIGKILL:  # the command ends no process that scans; each sees it gone
+        for process in running:
+            process.resume()
     _, err = child.communicate(timeout=LONGEST)
     wait_until(lambda: not any(process.is_running() for process in running))
     if number == signal.SIGINT:
