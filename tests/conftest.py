@@ -39,13 +39,12 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("headwise")
-# What `make test` runs: only the first of the same examples, and the first calls with shapes.
+# What `make test` runs: only the first of the same examples.
 hypothesis.settings.register_profile("quick", hypothesis.settings(max_examples=25))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The mutant runner says which copy of the source it expects to be imported."""
-    shapes.checks_all_calls = config.getoption("--hypothesis-profile") != "quick"
     expected = os.environ.get("HEADWISE_EXPECTED_SOURCE")
     if expected and not (SOURCE and SOURCE.is_relative_to(expected)):
         raise pytest.UsageError(f"headwise comes from {SOURCE}, not from {expected}")

@@ -1,4 +1,4 @@
-"""Checks of the shapes in annotations, at every call or at a function's first calls of each test.
+"""Checks of the shapes in annotations, at a function's first calls in each test.
 
 `jaxtyping` checks every function of a module. A function without a shape has been checked by mypy
 already, and the later calls of one test seldom have other axes than the first: together they would
@@ -17,10 +17,9 @@ from typing import Any
 import jaxtyping
 import torch
 
-FIRST_CALLS = 10  # of each function in each test, unless all are checked
+FIRST_CALLS = 10  # of each function in each test
 SHAPE = re.compile(r"\b(Float|Int|Integer|Bool|Shaped|Num|Real|Inexact|Complex)\[")
 
-checks_all_calls = True
 _test = 0  # counts the tests
 
 
@@ -60,7 +59,7 @@ def _checked(function: Any, make_check: Callable[[Any], Any]) -> Any:
         if last != _test:
             last, calls = _test, 0
         calls += 1
-        if calls > FIRST_CALLS and not checks_all_calls:
+        if calls > FIRST_CALLS:
             return function(*args, **options)
         check = check or make_check(function)  # takes a millisecond
         return check(*args, **options)
