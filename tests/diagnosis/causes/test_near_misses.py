@@ -264,7 +264,7 @@ NEAR_MISSES = (
     NearMiss("softmax dtype", after("weights", lambda w: (w * 64).round() / 64)),
     NearMiss("dropout left on", after("weights", dropped_without_a_factor)),
     NearMiss(
-        "residual inside", of_stage("output", lambda f: f.usual_result() + 0.5 * f.call.inputs.x)
+        "residual inside", of_stage("output", lambda f: f.usual_result() + f.call.inputs.x.tanh())
     ),
     NearMiss("norm inside", after("output", lambda y: y / y.abs().amax(-1, keepdim=True))),
     NearMiss("merge without transpose", after("head outputs", lambda x: x.flip(2))),
