@@ -13,6 +13,7 @@ from headwise.diagnosis.subjects.sites import Site
 from headwise.diagnosis.subjects.subject import FAILURES, describe_error
 from headwise.diagnosis.subjects.tape import MOVES, Node, Place, run_with
 from headwise.errors import OptionError
+from headwise.function.rounding import default_tolerance
 from headwise.support.tensors import map_leaves
 
 OUTSIDE: Place = ("", "", 0, 0)  # of a tensor that no operator computed
@@ -108,8 +109,8 @@ def _place_of(node: Node) -> Place:
 
 
 def _is_same(value: Tensor, x: Tensor) -> bool:
-    """True for the numbers of x, of which another kernel before them rounds the last digits."""
+    """True for the numbers of x; another kernel before them may round the last of their digits."""
     if value.numel() != x.numel():
         return False
     value, x = value.double().reshape(x.shape), x.double()
-    return bool((value - x).norm() <= x.norm() * torch.finfo(x.dtype).eps ** 0.5)
+    return bool((value - x).norm() <= x.norm() * default_tolerance(torch.float32))
