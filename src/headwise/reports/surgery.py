@@ -12,11 +12,11 @@ from headwise.reports.images import css_colour, viridis_colour, weight_position
 from headwise.reports.pictures import LINE, SERIES, SOFT, draw_svg
 from headwise.reports.report import library_versions
 from headwise.reports.templates import secure_page, template_environment
+from headwise.surgery._prune import Pruning
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from headwise.surgery._prune import Pruning
     from headwise.surgery._regroup import Regrouping
 
 HEIGHT = 3.2  # inches
@@ -62,20 +62,14 @@ def head_rows(table: Sequence[dict[str, Any]]) -> list[tuple[str, list[HeadCell]
     ]
 
 
-def render_pruning(result: Pruning, model: str, commands: Sequence[str] = ()) -> str:
-    """Return the HTML page of a pruning of a model; ``commands`` load what was written."""
-    curve = draw_curve(result)
-    rows = head_rows(result.plan.table())
-    return _render("surgery.html", result, model, curve=curve, commands=commands, rows=rows)
-
-
-def render_regrouping(result: Regrouping, model: str, commands: Sequence[str] = ()) -> str:
-    """Return the page of a regrouping as HTML; see `render_pruning`."""
-    curve = draw_merge_curve(result)
-    return _render("regroup.html", result, model, curve=curve, commands=commands)
-
-
-def _render(name: str, result: Pruning | Regrouping, model: str, **parts: Any) -> str:
+def render_cut(result: Pruning | Regrouping, model: str, commands: Sequence[str] = ()) -> str:
+    """Return the page of a pruning or a regrouping as HTML; ``commands`` load what was written."""
+    parts: dict[str, Any] = {"commands": commands}
+    if isinstance(result, Pruning):
+        name, curve = "surgery.html", draw_curve(result)
+        parts["rows"] = head_rows(result.plan.table())
+    else:
+        name, curve = "regroup.html", draw_merge_curve(result)
     versions = library_versions()
     page = (
         template_environment()
@@ -84,6 +78,7 @@ def _render(name: str, result: Pruning | Regrouping, model: str, **parts: Any) -
             model=model,
             plan=result.plan,
             result=result,
+            curve=curve,
             change=result.change,
             means=(float(result.before.mean()), float(result.after.mean())),
             version=versions["headwise"],
