@@ -24,10 +24,10 @@ from headwise.models.minilm import model_folder
 from headwise.models.text import read_sentences
 from headwise.surgery import ModelHeads, cut_model
 from headwise.surgery import prune as prune_by_headwise
-from headwise.surgery.channels import record_products
 from headwise.surgery.fit import REPAIRS
 from headwise.surgery.maps import How
 from headwise.surgery.merge import merge_heads
+from headwise.surgery.moments import record_products
 
 Head = tuple[int, int]  # layer, head
 Batches = list[Any]  # a tokenizer's: input_ids and attention_mask, (batch, length)

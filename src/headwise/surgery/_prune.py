@@ -27,8 +27,6 @@ from headwise.surgery.fit import (
     Decision,
     Repair,
     cut_heads,
-    match_names,
-    record_moments,
     refit_heads,
     require_repair,
 )
@@ -36,6 +34,7 @@ from headwise.surgery.journal import Journal
 from headwise.surgery.measured import Measured, mark
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
+from headwise.surgery.moments import match_names, record_moments
 from headwise.surgery.quality import Measure, Quality
 
 POINTS = 9  # of the curve

@@ -9,19 +9,15 @@ penalty pulls towards the projection as it was, so that the mean is its limit fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.call import CapturedCall
-from headwise.scanning.importance import prepare
-from headwise.scanning.record import record_attention
-from headwise.support.progress import Progress, no_progress
 from headwise.support.text import list_some
 from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.models import ModelHeads
@@ -48,34 +44,6 @@ class Decision:
     ridge: float | None
     mean: float
     refit: float
-
-
-def match_name(heads: ModelHeads, label: str) -> str | None:
-    """Return the name in a cut of an attention that was recorded under a label, None for none."""
-    path = label.partition(" (")[0] + "."
-    fits = [name for name in heads.specs if path.startswith(name) or name.startswith(path)]
-    return max(fits, key=len, default=None)
-
-
-def match_names(heads: ModelHeads, recorded: Iterable[str]) -> dict[str, str]:
-    """Return the recorded name of each attention, by its name in a cut, in the order of a run.
-
-    Raises:
-        OptionError: an attention that runs several times in a pass.
-    """
-    names: dict[str, str] = {}
-    for label in recorded:
-        name = match_name(heads, label)
-        if name is None:
-            continue
-        if name in names:
-            raise OptionError(
-                saw=f"{name.rstrip('.')}, which runs several times in one pass",
-                needed="layers that run once",
-                do="make a Cut of this model by hand: headwise.surgery.ModelHeads(model).whole()",
-            )
-        names[name] = label
-    return names
 
 
 def cut_heads(
@@ -127,52 +95,6 @@ def project_means(
 # ---- the refit -----------------------------------------------------------------------------------
 
 
-class Moments:
-    """Sums of products of all channels of a layer's head outputs, with 1 as the last channel.
-
-    Attributes:
-        sums: (2, channels + 1, channels + 1) in float64: of every second sequence, and of the
-            others. Only real tokens count.
-    """
-
-    def __init__(self) -> None:
-        self.sums: Tensor | float = 0.0
-        self._sequences = 0
-
-    def add(
-        self, call: CapturedCall, outputs: Float[Tensor, "batch heads queries value_dim"]
-    ) -> None:
-        """Add the outputs of one call."""
-        channels = outputs.double().transpose(1, 2).flatten(2)
-        ones = channels.new_ones(*channels.shape[:2], 1)
-        channels = torch.cat([channels, ones], -1)
-        odd = (torch.arange(len(channels)) + self._sequences) % 2 == 1
-        self._sequences += len(channels)
-        sums = []
-        for chosen in (~odd, odd):
-            rows = channels[chosen][call.real_queries[chosen]]
-            sums.append(rows.mT @ rows)
-        self.sums = self.sums + torch.stack(sums)
-
-
-def record_moments(
-    model: nn.Module, inputs: Any, *, progress: Progress = no_progress
-) -> dict[str, Tensor]:
-    """Return the sums of `Moments` for each recorded layer."""
-    model, prepared = prepare(model, inputs)
-    moments: dict[str, Moments] = {}
-
-    def watch(call: CapturedCall) -> None:
-        if call.outputs is not None:
-            moments.setdefault(call.layer, Moments()).add(call, call.outputs)
-
-    with torch.no_grad(), record_attention(model, watch) as recorder:
-        for done, each in enumerate(prepared, start=1):
-            recorder.run(each)
-            progress("products of head outputs", done, len(prepared))
-    return {name: torch.as_tensor(each.sums) for name, each in moments.items()}
-
-
 def fit_projection(
     sums: Float[Tensor, "more more"],
     wo: Float[Tensor, "heads value_dim out_dim"],
@@ -186,7 +108,7 @@ def fit_projection(
     C_KK. An infinite ridge gives D = 0: the mean alone.
 
     Args:
-        sums: those of `Moments`, of one half or of both together.
+        sums: those of `record_moments`, of one half or of both together.
         wo: the original projection.
         kept: numbers of the heads that stay.
         ridge: relative to the mean square of a channel.

@@ -13,7 +13,6 @@ from headwise.errors import OptionError
 from headwise.function.spec import AttentionSpec
 from headwise.surgery.channels import (
     Channels,
-    InputProducts,
     has_place_for_means,
     key_channels,
     mean_values,
@@ -24,6 +23,7 @@ from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.groups import Groups, group_alike, neighbours
 from headwise.surgery.maps import How, Maps, cost, fit, select
 from headwise.surgery.models import ModelHeads
+from headwise.surgery.moments import InputProducts
 from headwise.surgery.steps import require_free_keys, require_free_values
 
 
