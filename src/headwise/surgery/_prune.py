@@ -21,8 +21,7 @@ from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
 from headwise.surgery.choice import Choice, Search, Take
 from headwise.surgery.cut import Cut
-from headwise.surgery.data import Data
-from headwise.surgery.effects import By, HeadEffects
+from headwise.surgery.effects import By, HeadEffects, Journal
 from headwise.surgery.fit import (
     Decision,
     Repair,
@@ -30,12 +29,10 @@ from headwise.surgery.fit import (
     refit_heads,
     require_repair,
 )
-from headwise.surgery.journal import Journal
-from headwise.surgery.measured import Measured, mark
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.moments import match_names, record_moments
-from headwise.surgery.quality import Measure, Quality
+from headwise.surgery.quality import Data, Measure, Measured, Quality, mark
 
 POINTS = 9  # of the curve
 MOST_LAYERS = 10  # lines of a table

@@ -20,14 +20,12 @@ from headwise.scanning.weights import unwrap_compiled
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
 from headwise.surgery.cut import Cut
-from headwise.surgery.data import Data
 from headwise.surgery.maps import How, require_how
-from headwise.surgery.measured import Measured, mark
 from headwise.surgery.memory import cut_model
 from headwise.surgery.merge import Merged, merge_heads
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.moments import InputProducts, record_products
-from headwise.surgery.quality import Measure, Quality
+from headwise.surgery.quality import Data, Measure, Measured, Quality, mark
 
 MOST_LAYERS = 10  # lines of a table
 

@@ -44,8 +44,7 @@ from headwise.scanning import labels
 from headwise.scanning.labels import FORM, RECORD
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import human_bytes, list_some
-from headwise.surgery.cut import Cut, LayerCut
-from headwise.surgery.full import full_size
+from headwise.surgery.cut import Cut, LayerCut, full_size
 from headwise.surgery.models import HeadPlaces, ModelHeads, pack, resize
 from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
 from headwise.surgery.steps import Merge

@@ -18,7 +18,6 @@ from headwise.layouts import registry
 from headwise.scanning.call import ORIGINAL, OriginalHeads
 from headwise.support.text import list_some
 from headwise.surgery.cut import Cut, LayerCut
-from headwise.surgery.layers import label_heads
 
 Counts = tuple[int, int, int]  # heads, kv heads, head_dim
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_key_value_groups")
@@ -193,6 +192,14 @@ def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, 
         left = layer.origins
         set_counts(model, heads.places[name], before, (len(left.query), len(left.kv), before[2]))
         label_heads(model.get_submodule(name.rstrip(".")), layer)
+
+
+def label_heads(module: nn.Module, cut: LayerCut) -> None:
+    """Let a module state the original numbers of its heads, which a scan takes as labels."""
+    whole = OriginalHeads(cut.num_heads, tuple(range(cut.num_heads)))
+    before: OriginalHeads = vars(module).get(ORIGINAL, whole)
+    left = tuple(before.numbers[head] for head in cut.origins.query)
+    vars(module)[ORIGINAL] = OriginalHeads(before.total, left)
 
 
 def counts_of(spec: AttentionSpec) -> Counts:

@@ -24,10 +24,9 @@ from headwise.surgery._prune import PruningPlan, plan_prune, require_share
 from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
 from headwise.surgery.check import check_folder
 from headwise.surgery.cut import Cut, LayerCut
-from headwise.surgery.effects import By
+from headwise.surgery.effects import By, Journal
 from headwise.surgery.fit import Repair
 from headwise.surgery.folders import FolderPlan, Form, StoredHeads, Written, plan_folder, write
-from headwise.surgery.journal import Journal
 from headwise.surgery.maps import How
 from headwise.surgery.models import ModelHeads
 
