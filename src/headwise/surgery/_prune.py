@@ -204,18 +204,13 @@ class Pruning(Measured):
 
     def result_lines(self) -> list[str]:
         """Return what was measured, in lines."""
-        return [
-            REPAIRED[self.plan.repair] + self._refits(),
-            *self.quality_lines(self.plan.quality, self.plan.data),
-            *self._curve_lines(),
-        ]
-
-    def _curve_lines(self) -> list[str]:
-        """Return the curve by the plan's repair; the chosen number has what the cut gives."""
+        # The curve is by the plan's repair; the chosen number has what the cut gives.
         way = "zero" if self.plan.repair == "zero" else "mean"
         after = float(self.after.mean())
         values = [after if point.is_chosen else getattr(point, way) for point in self.curve]
         lines = [
+            REPAIRED[self.plan.repair] + self._refits(),
+            *self.quality_lines(self.plan.quality, self.plan.data),
             "heads kept:    "
             + " ".join(f"{mark(point.kept, is_chosen=point.is_chosen):>7}" for point in self.curve),
             f"quality, {way}: " + " ".join(f"{value:7.4f}" for value in values),
@@ -317,20 +312,9 @@ def prune(
             loss for gradients, or a model that cannot be cut (see `ModelHeads`).
         ShapeError: a measure that is not one number for each sequence.
     """
-    plan = plan_prune(
-        model,
-        inputs,
-        keep=keep,
-        held_out=held_out,
-        by=by,
-        rounds=rounds,
-        take=take,
-        even=even,
-        repair=repair,
-        measure=measure,
-        progress=progress,
-    )
-    return plan.measure(progress)
+    options: dict[str, Any] = {"keep": keep, "held_out": held_out, "by": by, "rounds": rounds}
+    options |= {"take": take, "even": even, "repair": repair, "measure": measure}
+    return plan_prune(model, inputs, **options, progress=progress).measure(progress)
 
 
 def require_share(keep: float) -> None:

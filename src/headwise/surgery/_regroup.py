@@ -250,15 +250,8 @@ def regroup(
             not run, or a model that cannot be cut (see `ModelHeads`).
         ShapeError: a measure that is not one number for each sequence.
     """
-    plan = plan_regroup(
-        model,
-        inputs,
-        kv_heads=kv_heads,
-        merge=merge,
-        held_out=held_out,
-        measure=measure,
-        progress=progress,
-    )
+    options: dict[str, Any] = {"merge": merge, "held_out": held_out, "measure": measure}
+    plan = plan_regroup(model, inputs, kv_heads=kv_heads, **options, progress=progress)
     return plan.measure(progress)
 
 

@@ -8,7 +8,7 @@ heads of all layers of a stack.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, zip_longest
 from typing import Literal
@@ -66,11 +66,8 @@ class Choice:
 
     def gone(self, steps: int | None = None) -> Heads:
         """Return the heads that are gone after so many steps, by default those of the choice."""
-        gone: Heads = {name: [] for name in self.effects}
-        for unit in chain(*self.steps[: self.taken if steps is None else steps]):
-            for name in unit.layers:
-                gone[name] = sorted([*gone[name], *unit.heads])
-        return gone
+        gone = _list_heads(self.effects, self.steps[: self.taken if steps is None else steps])
+        return {name: sorted(heads) for name, heads in gone.items()}
 
     @property
     def predicted(self) -> float:
@@ -116,7 +113,8 @@ class Search:
         Raises:
             OptionError: no head can go.
         """
-        everything = {name: [*range(self._count(name))] for name in self.layers}
+        specs = self.heads.specs
+        everything = {name: [*range(int(specs[name].num_heads))] for name in self.layers}
         out = sum(map(len, everything.values()))
         out -= math.ceil(keep * out - 1e-9)  # 0.7 * 10 may be just above 7
         first = self.importance({}, everything)
@@ -144,12 +142,13 @@ class Search:
         for step in self._order(done):
             if _size(following) < least:
                 following.append(step)
-        measured = self.importance(self._list_heads(done), self._list_heads(following))
+        gone, chosen = (_list_heads(self.layers, steps) for steps in (done, following))
+        measured = self.importance(gone, chosen)
         for name, effects in measured.items():
             self.effects[name] = torch.where(effects.isnan(), self.effects[name], effects)
 
     def _order(self, done: list[Step]) -> list[Step]:
-        gone = self._list_heads(done)
+        gone = _list_heads(self.layers, done)
         spare = []
         for stack in self.heads.stacks:
             if layers := tuple(name for name in stack if name in self.layers):
@@ -178,15 +177,13 @@ class Search:
             if heads
         ]
 
-    def _list_heads(self, steps: list[Step]) -> Heads:
-        heads: Heads = {name: [] for name in self.layers}
-        for unit in chain(*steps):
-            for name in unit.layers:
-                heads[name] += unit.heads
-        return heads
 
-    def _count(self, name: str) -> int:
-        return int(self.heads.specs[name].num_heads)
+def _list_heads(layers: Iterable[str], steps: Sequence[Step]) -> Heads:
+    heads: Heads = {name: [] for name in layers}
+    for unit in chain(*steps):
+        for name in unit.layers:
+            heads[name] += unit.heads
+    return heads
 
 
 def _effect_of_one_head(unit: Unit) -> float:

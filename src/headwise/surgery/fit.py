@@ -21,6 +21,7 @@ from headwise.errors import OptionError
 from headwise.support.text import list_some
 from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.models import ModelHeads
+from headwise.surgery.steps import allows
 
 Repair = Literal["zero", "mean", "refit"]
 REPAIRS: tuple[Repair, ...] = ("zero", "mean", "refit")
@@ -75,11 +76,8 @@ def _leave_out(
 ) -> LayerCut:
     whole = heads.whole().layers[name]
     taken = whole.drop(gone)
-    try:
-        taken.steps[0].require_function(heads.specs[name])
-    except OptionError:
-        zeroed = True
-    return whole.zero(sorted(gone)) if zeroed else taken
+    is_allowed = allows(taken.steps[0].require_function, heads.specs[name])
+    return taken if is_allowed and not zeroed else whole.zero(sorted(gone))
 
 
 def project_means(

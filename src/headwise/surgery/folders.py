@@ -71,10 +71,6 @@ class StoredHeads:
         files = find_places(self.source.headers, self.config)
         self.places = _pair_places(folder, self.heads, files)
 
-    def whole(self) -> Cut:
-        """Return the cut of all layers that does nothing yet."""
-        return self.heads.whole()
-
     def cut(self, name: str, layer: LayerCut) -> State:
         """Return the canonical tensors of an attention after its cut."""
         return layer.apply(self.places[name].read(self.source), self.heads.specs[name])
@@ -155,7 +151,7 @@ class FolderPlan:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of an attention, by their names in the file."""
         stored = self.stored
-        layer = self.cut.layers.get(name) or stored.whole().layers[name]
+        layer = self.cut.layers.get(name) or stored.heads.whole().layers[name]
         state = add_biases(stored.cut(name, layer), self.config.biases.get(name, ()))
         return pack(stored.places[name], state, stored.places[name].sizes(stored.source.headers))
 

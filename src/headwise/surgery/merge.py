@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 
@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.function.spec import AttentionSpec
 from headwise.surgery.channels import (
     Channels,
     has_place_for_means,
@@ -24,7 +23,7 @@ from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.maps import How, Maps, cost, fit, select
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.moments import InputProducts
-from headwise.surgery.steps import require_free_keys, require_free_values
+from headwise.surgery.steps import allows, require_free_keys, require_free_values
 
 Groups = list[list[int]]
 
@@ -133,8 +132,8 @@ class _Layer:
         self.values = value_channels(self.state, products)
         self.means = mean_values(self.state, products)
         self.hows: tuple[How, How] = (
-            how if _is_allowed(require_free_keys, self.spec) else "mean",
-            how if _is_allowed(require_free_values, self.spec) else "mean",
+            how if allows(require_free_keys, self.spec) else "mean",
+            how if allows(require_free_values, self.spec) else "mean",
         )
         self.shares_order = any(name in stack and len(stack) > 1 for stack in heads.stacks)
 
@@ -195,15 +194,7 @@ class _Layer:
 
     def _may_move(self, order: list[int]) -> bool:
         moved = self.whole.keep(self._heads_of(order))
-        return _is_allowed(moved.steps[0].require_function, self.spec)
-
-
-def _is_allowed(require: Callable[[AttentionSpec], None], spec: AttentionSpec) -> bool:
-    try:
-        require(spec)
-    except OptionError:
-        return False
-    return True
+        return allows(moved.steps[0].require_function, self.spec)
 
 
 def _as_step(

@@ -255,12 +255,10 @@ class _Likeness:
         # Inputs are kept beside their vectors, so that no other input gets the same id.
         self._expected: dict[int, tuple[Any, Tensor]] = {}
         self.what = ""
-        model, prepared = prepare(model, list(inputs))
-        with torch.no_grad(), evaluation_mode(model):
-            for each in prepared:
-                output = call_model_on_input(model, each)
-                self.what, vectors = _vectors(output, each.original)
-                self._expected[id(each.original)] = each.original, vectors
+        with torch.no_grad():
+            for output, given in _run(model, inputs):
+                self.what, vectors = _vectors(output, given)
+                self._expected[id(given)] = given, vectors
 
     def __call__(self, output: Any, given: Any) -> Tensor:
         vectors = _vectors(output, given)[1]

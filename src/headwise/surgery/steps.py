@@ -7,7 +7,7 @@ A step is an index map of the heads (`Take`), or a small linear map (`Merge`, `B
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -407,6 +407,15 @@ class Refit(Step):
         like = state["wo"]
         fitted = {name: x for name, x in state.items() if name != "bo"} | {"wo": self.wo.to(like)}
         return fitted if self.bo is None else fitted | {"bo": self.bo.to(like)}
+
+
+def allows(require: Callable[[AttentionSpec], None], spec: AttentionSpec) -> bool:
+    """True unless a function that raises OptionError does so for the function of a layer."""
+    try:
+        require(spec)
+    except OptionError:
+        return False
+    return True
 
 
 STEPS: dict[str, type[Step]] = {
