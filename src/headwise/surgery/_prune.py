@@ -204,12 +204,15 @@ class Pruning(Measured):
 
     def result_lines(self) -> list[str]:
         """Return what was measured, in lines."""
+        fitted = sum(each.ridge is not None for each in self.decisions.values())
+        total = len(self.decisions)
+        refits = f": fitted in {fitted} of {total} layers" if total else ""
         # The curve is by the plan's repair; the chosen number has what the cut gives.
         way = "zero" if self.plan.repair == "zero" else "mean"
         after = float(self.after.mean())
         values = [after if point.is_chosen else getattr(point, way) for point in self.curve]
         lines = [
-            REPAIRED[self.plan.repair] + self._refits(),
+            REPAIRED[self.plan.repair] + refits,
             *self.quality_lines(self.plan.quality, self.plan.data),
             "heads kept:    "
             + " ".join(f"{mark(point.kept, is_chosen=point.is_chosen):>7}" for point in self.curve),
@@ -218,12 +221,6 @@ class Pruning(Measured):
         if self.plan.repair == "refit":
             lines.append("the number at * is of the refit, the others are of the mean")
         return lines
-
-    def _refits(self) -> str:
-        if not self.decisions:
-            return ""
-        fitted = sum(each.ridge is not None for each in self.decisions.values())
-        return f": fitted in {fitted} of {len(self.decisions)} layers"
 
     def values(self) -> dict[str, Any]:
         """Return all numbers of the report by name."""

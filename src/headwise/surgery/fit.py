@@ -66,8 +66,9 @@ def cut_heads(
         if numbers:
             layers[name] = _leave_out(heads, name, numbers, zeroed=zeroed)
             if means is not None:
-                shift = project_means(heads.canonical(name)["wo"], means[name], numbers)
-                layers[name] = layers[name].shift(shift)
+                chosen, wo = sorted(numbers), heads.canonical(name)["wo"]
+                lost = means[name][chosen].double(), wo[chosen].double()
+                layers[name] = layers[name].shift(torch.einsum("hv,hvo->o", *lost))
     return Cut(layers)
 
 
@@ -78,16 +79,6 @@ def _leave_out(
     taken = whole.drop(gone)
     is_allowed = allows(taken.steps[0].require_function, heads.specs[name])
     return taken if is_allowed and not zeroed else whole.zero(sorted(gone))
-
-
-def project_means(
-    wo: Float[Tensor, "heads value_dim out_dim"],
-    means: Float[Tensor, "heads value_dim"],
-    gone: Collection[int],
-) -> Float[Tensor, " out_dim"]:
-    """Return the sum of mean @ wo over the heads that are gone, in float64."""
-    chosen = sorted(gone)
-    return torch.einsum("hv,hvo->o", means[chosen].double(), wo[chosen].double())
 
 
 # ---- the refit -----------------------------------------------------------------------------------

@@ -175,13 +175,10 @@ def plan_folder(cut: Cut, source: str | Path, *, form: Form = "plain") -> Folder
         )
     stored = StoredHeads(Path(source))
     fitted = stored.fit(full_size(cut) if form == "full" else cut)
-    shapes = {
-        name: {tensor: tuple(x.shape) for tensor, x in stored.cut(name, layer).items()}
-        for name, layer in fitted
-    }
+    states = ((name, stored.cut(name, layer)) for name, layer in fitted)
     config = PlainConfig(stored.config)
     if form != "headwise":
-        config = find_plain_config(stored.heads, shapes, stored.config)
+        config = find_plain_config(stored.heads, states, stored.config)
         if config.obstacle:
             raise _no_plain_form(config.obstacle, cut, form)
     bare = FolderPlan(stored, fitted, form, config, OutputPlan((), None))

@@ -101,11 +101,7 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
     if heads.layers:
         return _replace_layers(fitted, heads)
     states = heads.read(fitted)
-    shapes = {
-        name: {tensor: tuple(x.shape) for tensor, x in state.items()}
-        for name, state in states.items()
-    }
-    config = find_plain_config(heads, shapes)
+    config = find_plain_config(heads, states.items())
     for name, biases in ({} if config.obstacle else config.biases).items():
         state = states.get(name) or heads.canonical(name)
         states[name] = add_biases(state, biases)

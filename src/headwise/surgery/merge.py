@@ -144,7 +144,8 @@ class _Layer:
     def group_alike(self) -> Groups:
         """Return the groups that lose least, or neighbours where heads cannot change places."""
         total = self.whole.num_kv_heads
-        if self.shares_order or not self._may_move([*reversed(range(total))]):
+        moved = self.whole.keep(self._heads_of([*reversed(range(total))]))
+        if self.shares_order or not allows(moved.steps[0].require_function, self.spec):
             return self.neighbours
         pairs = torch.tensor([*combinations(range(total), 2)])
         lost = sum(share for share, _ in self._fit_all(pairs))
@@ -191,10 +192,6 @@ class _Layer:
     def _heads_of(self, kv_heads: list[int]) -> list[int]:
         group = self.whole.origins.group
         return [kv * group + head for kv in kv_heads for head in range(group)]
-
-    def _may_move(self, order: list[int]) -> bool:
-        moved = self.whole.keep(self._heads_of(order))
-        return allows(moved.steps[0].require_function, self.spec)
 
 
 def _as_step(

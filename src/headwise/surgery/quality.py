@@ -65,23 +65,20 @@ class Data:
             data = cls(given[::2], given[1::2], "every second input held out")
         else:
             data = cls(*_halve(given[0]), "the second half of the sequences held out")
-        data.require_apart()
-        return data
-
-    def require_apart(self) -> None:
-        """Raise OptionError where a sequence is in both parts."""
-        marks = {mark for value in self.fit for mark in _marks(value)}
-        shared = sum(mark in marks for value in self.held_out for mark in _marks(value))
+        marks = {mark for value in data.fit for mark in _marks(value)}
+        shared = sum(mark in marks for value in data.held_out for mark in _marks(value))
         if shared:
             raise OptionError(
                 saw=f"{describe_count(shared, 'held-out sequence')} that the cut is fitted to, too",
                 needed="other sequences to measure on than to fit to",
                 do="leave each sequence out of one of the two, or give each once",
             )
+        return data
 
 
 def _halve(value: Any) -> tuple[list[Any], list[Any]]:
-    count = _batch(value)
+    main = _main_tensor(list_inputs(value)[0])
+    count = 0 if main is None else len(main)
     if count < 2:
         raise OptionError(
             saw="one sequence, of which no half can be held out",
@@ -107,11 +104,6 @@ def _main_tensor(given: ModelInput) -> Tensor | None:
     first = next((part for part in parts if isinstance(part, Tensor) and part.dim() > 1), None)
     ids = token_ids(given)
     return first if ids is None else ids
-
-
-def _batch(value: Any) -> int:
-    main = _main_tensor(list_inputs(value)[0])
-    return 0 if main is None else len(main)
 
 
 def _marks(value: Any) -> Iterator[bytes]:
