@@ -45,19 +45,12 @@ REPAIRED = {
 
 @dataclass(frozen=True)
 class Point:
-    """Point of the curve of quality.
+    """Point of the curve of quality."""
 
-    Attributes:
-        kept: the number of heads that are left.
-        zero: the mean quality on held-out data with the outputs of the others zero.
-        mean: the same with their mean outputs.
-        is_chosen: True for the number of heads of the plan.
-    """
-
-    kept: int
-    zero: float
-    mean: float
-    is_chosen: bool
+    kept: int  # the number of heads that are left
+    zero: float  # the mean quality on held-out data with the outputs of the others zero
+    mean: float  # the same with their mean outputs
+    is_chosen: bool  # True for the number of heads of the plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,19 +32,12 @@ MOST_LAYERS = 10  # lines of a table
 
 @dataclass(frozen=True)
 class MergePoint:
-    """Point of the curve of quality against kv heads.
+    """Point of the curve of quality against kv heads."""
 
-    Attributes:
-        kv_heads: the number of kv heads that are left in each layer.
-        mean: the mean quality on held-out data, where each is the mean of its neighbours.
-        merged: the same by the maps and the groups of the plan.
-        is_chosen: True for the number of the plan.
-    """
-
-    kv_heads: int
-    mean: float
-    merged: float
-    is_chosen: bool
+    kv_heads: int  # the number of kv heads that are left in each layer
+    mean: float  # the mean quality on held-out data, where each is the mean of its neighbours
+    merged: float  # the same by the maps and the groups of the plan
+    is_chosen: bool  # True for the number of the plan
 
 
 @dataclass(frozen=True, eq=False)

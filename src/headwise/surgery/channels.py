@@ -21,16 +21,11 @@ from headwise.surgery.moments import InputProducts
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """Channels of n kv heads: p sets of m of them, real or complex.
+    """Channels of n kv heads: p sets of m of them, real or complex."""
 
-    Attributes:
-        moments: (p, n, n, m, m), the mean of x_i x_j^H over tokens.
-        weights: (p, n, m, m), the cost of an error: of e in head i it is e^H weights_i e.
-        places: (p, m) real channels of a head; (p, m, 2) for the two parts of complex ones.
-    """
-
-    moments: Tensor
-    weights: Tensor
+    moments: Tensor  # (p, n, n, m, m), the mean of x_i x_j^H over tokens
+    weights: Tensor  # (p, n, m, m), the cost of an error: of e in head i it is e^H weights_i e
+    # (p, m) real channels of a head; (p, m, 2) for the two parts of complex ones
     places: Int[Tensor, "p m *parts"]
 
     @property

@@ -29,17 +29,11 @@ Importance = Callable[[Heads, Heads], Effects]
 
 @dataclass(frozen=True)
 class Unit:
-    """Heads that go together.
+    """Heads that go together."""
 
-    Attributes:
-        layers: names of the layers that lose them.
-        heads: their numbers, the same in each layer.
-        effect: the sum of their single effects.
-    """
-
-    layers: tuple[str, ...]
-    heads: tuple[int, ...]
-    effect: float
+    layers: tuple[str, ...]  # names of the layers that lose them
+    heads: tuple[int, ...]  # their numbers, the same in each layer
+    effect: float  # the sum of their single effects
 
     @property
     def size(self) -> int:
@@ -52,17 +46,12 @@ Step = tuple[Unit, ...]  # units that go at once
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Order in which heads go, and how many of them.
+    """Order in which heads go, and how many of them."""
 
-    Attributes:
-        effects: the effect of each head with all others there, (heads,), by layer.
-        steps: all units that may go, the first ones first. One unit of each layer is in none.
-        taken: the number of steps that are done.
-    """
-
-    effects: Effects
+    effects: Effects  # the effect of each head with all others there, (heads,), by layer
+    # all units that may go, the first ones first. One unit of each layer is in none.
     steps: tuple[Step, ...]
-    taken: int
+    taken: int  # the number of steps that are done
 
     def gone(self, steps: int | None = None) -> Heads:
         """Return the heads that are gone after so many steps, by default those of the choice."""
@@ -86,22 +75,15 @@ class Choice:
 
 @dataclass
 class Search:
-    """Search for the heads that go.
-
-    Attributes:
-        heads: the attention modules of the model.
-        importance: measures the effects of heads in a model without some others.
-        layers: names of the layers that may lose heads, in the order of a run.
-        take: "groups" for whole kv heads with their query heads, "heads" for one query head of
-            each kv head. Without grouped heads they are the same, and so with one kv head.
-        even: True to take as many units from each layer.
-    """
+    """Search for the heads that go."""
 
     heads: ModelHeads
-    importance: Importance
-    layers: tuple[str, ...]
+    importance: Importance  # measures the effects of heads in a model without some others
+    layers: tuple[str, ...]  # names of the layers that may lose heads, in the order of a run
+    # "groups" for whole kv heads with their query heads, "heads" for one query head of each kv
+    # head. Without grouped heads they are the same, and so with one kv head.
     take: Take
-    even: bool
+    even: bool  # True to take as many units from each layer
     effects: Effects = field(default_factory=dict)
 
     def choose(self, keep: float, rounds: int) -> Choice:

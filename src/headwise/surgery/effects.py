@@ -54,26 +54,17 @@ By = Literal["ablation", "gradient"]
 
 @dataclass(frozen=True, eq=False)
 class HeadEffects:
-    """Measurement of the quality that is lost without a head.
-
-    Attributes:
-        heads: the attention modules of the model.
-        names: the recorded name of each attention, by its name in a cut.
-        inputs: a list of inputs.
-        quality: the measure.
-        means: mean outputs (heads, value_dim), by name in a cut: the output of a head that is off.
-            None for zero.
-        progress: called with (stage, steps done, steps in all).
-        journal: keeps effects by ablation for a later run; None for none.
-    """
+    """Measurement of the quality that is lost without a head."""
 
     heads: ModelHeads
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # the recorded name of each attention, by its name in a cut
     inputs: list[Any]
     quality: Quality
+    # mean outputs (heads, value_dim), by name in a cut: the output of a head that is off. None for
+    # zero.
     means: Mapping[str, Tensor] | None
-    progress: Progress
-    journal: Journal | None = None
+    progress: Progress  # called with (stage, steps done, steps in all)
+    journal: Journal | None = None  # keeps effects by ablation for a later run; None for none
 
     def by_ablation(self, gone: Heads, chosen: Heads) -> Effects:
         """Return the loss of quality without each of the chosen heads, one at a time.

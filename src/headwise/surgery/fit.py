@@ -35,16 +35,12 @@ class Decision:
 
     Errors are those of the layer's output on tokens that the fit did not see, as shares of the
     output's variance. Each half of the sequences was fitted to, and the other one measured.
-
-    Attributes:
-        ridge: that of the refit with the least error; None where the mean is better on one half.
-        mean: the error of the mean.
-        refit: the least error of a refit.
     """
 
+    # that of the refit with the least error; None where the mean is better on one half
     ridge: float | None
-    mean: float
-    refit: float
+    mean: float  # the error of the mean
+    refit: float  # the least error of a refit
 
 
 def cut_heads(

@@ -66,19 +66,12 @@ def group_alike(costs: Float[Tensor, "heads heads"], count: int) -> Groups:
 
 @dataclass(frozen=True)
 class Merged:
-    """Merge of the kv heads of one layer.
+    """Merge of the kv heads of one layer."""
 
-    Attributes:
-        kv_heads: their number before.
-        groups: numbers of the kv heads that become one.
-        keys: the cost of what is lost of the keys, as a share of that of losing all of them.
-        values: the same of the values.
-    """
-
-    kv_heads: int
-    groups: Groups
-    keys: float
-    values: float
+    kv_heads: int  # their number before
+    groups: Groups  # numbers of the kv heads that become one
+    keys: float  # the cost of what is lost of the keys, as a share of that of losing all of them
+    values: float  # the same of the values
 
 
 def merge_heads(

@@ -23,15 +23,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, eq=False)
 class InputProducts:
-    """Mean products of all channels of a layer's inputs, with 1 as the last channel, in float64.
+    """Mean products of all channels of a layer's inputs, with 1 as the last channel, in float64."""
 
-    Attributes:
-        queries: (embed_dim + 1, embed_dim + 1), of what queries are projected from.
-        source: (source_dim + 1, source_dim + 1), of what keys and values are projected from.
-    """
-
-    queries: Tensor
-    source: Tensor
+    queries: Tensor  # (embed_dim + 1, embed_dim + 1), of what queries are projected from
+    source: Tensor  # (source_dim + 1, source_dim + 1), of what keys and values are projected from
 
 
 def match_name(heads: ModelHeads, label: str) -> str | None:

@@ -24,19 +24,14 @@ BIAS_FLAG = "attention_bias"
 
 @dataclass(frozen=True)
 class PlainConfig:
-    """Config of a cut model, and the reason why the model's class does not hold the cut.
+    """Config of a cut model, and the reason why the model's class does not hold the cut."""
 
-    Attributes:
-        values: config.json with the fields of the cut model.
-        changes: field -> its value before and after; None for none before.
-        biases: name of an attention -> biases of zeros that its class adds.
-        obstacle: the first difference, "" where plain transformers loads the model.
-    """
-
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # config.json with the fields of the cut model
+    # field -> its value before and after; None for none before
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    # name of an attention -> biases of zeros that its class adds
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    obstacle: str = ""
+    obstacle: str = ""  # the first difference, "" where plain transformers loads the model
 
 
 def find_plain_config(

@@ -36,17 +36,11 @@ ANOTHER_PART = "give other data: held_out=..., or more inputs"
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Inputs to choose and fit on, and inputs to measure on.
+    """Inputs to choose and fit on, and inputs to measure on."""
 
-    Attributes:
-        fit: a list of inputs, as for `headwise.scanning.importance.ablations`.
-        held_out: a list of other inputs.
-        note: the origin of the held-out inputs, as a sentence.
-    """
-
-    fit: list[Any]
-    held_out: list[Any]
-    note: str
+    fit: list[Any]  # a list of inputs, as for `headwise.scanning.importance.ablations`
+    held_out: list[Any]  # a list of other inputs
+    note: str  # the origin of the held-out inputs, as a sentence
 
     @classmethod
     def of(cls, inputs: Any, held_out: Any = None) -> Data:
@@ -126,20 +120,14 @@ RESAMPLES = 1000  # of the bootstrap
 
 @dataclass(frozen=True, eq=False)
 class Quality:
-    """Measure of a model on data.
+    """Measure of a model on data."""
 
-    Attributes:
-        title: its name and unit.
-        measure: (output, input) -> (batch,).
-        is_likeness: True if the original model has the highest value by definition. There its
-            gradient is 0.
-        guess: the value of a model that gives all tokens the same probability, minus the logarithm
-            of their number; None where it is not the loss of the next token.
-    """
-
-    title: str
-    measure: Measure
+    title: str  # its name and unit
+    measure: Measure  # (output, input) -> (batch,)
+    # True if the original model has the highest value by definition. There its gradient is 0.
     is_likeness: bool = False
+    # the value of a model that gives all tokens the same probability, minus the logarithm of their
+    # number; None where it is not the loss of the next token
     guess: float | None = None
 
     @classmethod

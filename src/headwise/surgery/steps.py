@@ -29,16 +29,12 @@ KEYS, QUERIES, VALUES = ("wk", "bk", "extra_k"), ("wq", "bq"), ("wv", "bv", "ext
 
 @dataclass(frozen=True)
 class Origins:
-    """The original heads that the heads of a layer are made of.
+    """The original heads that the heads of a layer are made of."""
 
-    Attributes:
-        query: for each head, its original number.
-        kv: for each kv head, the original kv heads that it is, or is the mean of.
-        off: original numbers of heads that are still there, and whose output is zero.
-    """
-
-    query: tuple[int, ...]
+    query: tuple[int, ...]  # for each head, its original number
+    # for each kv head, the original kv heads that it is, or is the mean of
     kv: tuple[tuple[int, ...], ...]
+    # original numbers of heads that are still there, and whose output is zero
     off: frozenset[int] = frozenset()
 
     @classmethod
@@ -79,17 +75,14 @@ class Take(Step):
     """Index map: head i becomes the head ``heads[i]``, and kv head j the one at ``kv_heads[j]``.
 
     Origins that are not named are gone. A kv head may be named several times: its copies.
-
-    Attributes:
-        total: the number of heads before.
-        heads, kv_heads: their numbers before.
-        are_zero: True if the outputs of all heads that are gone are zero. That is checked.
     """
 
     kind: ClassVar[str] = "take"
-    total: int
+    total: int  # the number of heads before
+    # their numbers before
     heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
+    # True if the outputs of all heads that are gone are zero. That is checked.
     are_zero: bool = False
 
     @property
@@ -158,17 +151,14 @@ class Merge(Step):
     that read j. Without maps a new kv head is the mean, as in GQA (arXiv:2305.13245), section 2.1.
     `headwise.surgery.maps` fits maps to data. With a rotation, those of keys and queries keep its
     planes; see `require_rotary_planes`.
-
-    Attributes:
-        count: the number of kv heads in a run.
-        key, query: (kv_heads, head_dim, head_dim) before the merge; None for the mean.
-        value, output: (kv_heads, value_dim, value_dim) before the merge; None for the mean.
     """
 
     kind: ClassVar[str] = "merge"
-    count: int
+    count: int  # the number of kv heads in a run
+    # (kv_heads, head_dim, head_dim) before the merge; None for the mean
     key: Tensor | None = None
     query: Tensor | None = None
+    # (kv_heads, value_dim, value_dim) before the merge; None for the mean
     value: Tensor | None = None
     output: Tensor | None = None
 
@@ -223,15 +213,11 @@ class Basis(Step):
 
     Scores and outputs stay equal up to rounding. With a rotation ``key`` must commute with it: each
     plane of two rotated channels is turned or scaled by itself.
-
-    Attributes:
-        key: (kv_heads, head_dim, head_dim), None for no change.
-        value: (kv_heads, value_dim, value_dim), None for no change.
     """
 
     kind: ClassVar[str] = "basis"
-    key: Tensor | None = None
-    value: Tensor | None = None
+    key: Tensor | None = None  # (kv_heads, head_dim, head_dim), None for no change
+    value: Tensor | None = None  # (kv_heads, value_dim, value_dim), None for no change
 
     @property
     def equality(self) -> Equality:

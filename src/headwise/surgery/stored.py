@@ -35,25 +35,15 @@ BATCH = 32  # lines that run together
 
 @dataclass(frozen=True, eq=False)
 class StoredSubject:
-    """A stored model that will be cut, with the data to choose, fit and measure on.
+    """A stored model that will be cut, with the data to choose, fit and measure on."""
 
-    Attributes:
-        folder: of the model.
-        target: the new folder.
-        form: of the target; see `headwise.surgery.write`.
-        stored: the loaded model.
-        fit: inputs to choose and fit on.
-        held_out: inputs to measure on.
-        note: the number of sequences of the text, as a sentence.
-    """
-
-    folder: Path
-    target: Path
-    form: Form
-    stored: transformers.StoredModel
-    fit: list[dict[str, Tensor]]
-    held_out: list[dict[str, Tensor]]
-    note: str
+    folder: Path  # of the model
+    target: Path  # the new folder
+    form: Form  # of the target; see `headwise.surgery.write`
+    stored: transformers.StoredModel  # the loaded model
+    fit: list[dict[str, Tensor]]  # inputs to choose and fit on
+    held_out: list[dict[str, Tensor]]  # inputs to measure on
+    note: str  # the number of sequences of the text, as a sentence
 
     @property
     def journal(self) -> Path:
