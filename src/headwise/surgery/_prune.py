@@ -10,13 +10,14 @@ result.model, result.cut
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.scanning.importance import mean_outputs
 from headwise.scanning.weights import unwrap_compiled
+from headwise.support.arguments import require_choice
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
 from headwise.surgery.choice import Choice, Search, Take
@@ -27,7 +28,6 @@ from headwise.surgery.fit import (
     Repair,
     cut_heads,
     refit_heads,
-    require_repair,
 )
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
@@ -249,8 +249,12 @@ def plan_prune(
 
     ``journal`` keeps the effects of heads that were measured, for a later run.
     """
-    _require_options(keep, by, rounds, take)
-    require_repair(repair)
+    require_share(keep)
+    if rounds < 1:
+        raise OptionError(saw=f"rounds={rounds}", needed="at least one", do="rounds=1")
+    require_choice("by", by, get_args(By), "ablation")
+    require_choice("take", take, get_args(Take), "groups")
+    require_choice("repair", repair, get_args(Repair), "mean")
     model = unwrap_compiled(model)
     heads, data = ModelHeads(model), Data.of(inputs, held_out)
     quality = Quality.of(model, [*data.fit, *data.held_out], measure)
@@ -316,19 +320,3 @@ def require_share(keep: float) -> None:
             do="{keep}=0.75 for three quarters",
             parameter="keep",
         )
-
-
-def _require_options(keep: float, by: str, rounds: int, take: str) -> None:
-    require_share(keep)
-    if rounds < 1:
-        raise OptionError(saw=f"rounds={rounds}", needed="at least one", do="rounds=1")
-    for name, value, known in (
-        ("by", by, ("ablation", "gradient")),
-        ("take", take, ("groups", "heads")),
-    ):
-        if value not in known:
-            raise OptionError(
-                saw=f"{name}={describe_value(value)}",
-                needed=f"one of {', '.join(known)}",
-                do=f'{name}="{known[0]}"',
-            )

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.scanning.weights import unwrap_compiled
+from headwise.support.arguments import require_choice
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
 from headwise.surgery.cut import Cut
-from headwise.surgery.maps import How, require_how
+from headwise.surgery.maps import How
 from headwise.surgery.memory import cut_model
 from headwise.surgery.merge import Merged, merge_heads
 from headwise.surgery.models import ModelHeads
@@ -200,7 +201,7 @@ def plan_regroup(
     progress: Progress = no_progress,
 ) -> RegroupPlan:
     """Choose the kv heads that become one, and fit their maps; see `regroup`."""
-    require_how(merge)
+    require_choice("merge", merge, get_args(How), "fitted")
     model = unwrap_compiled(model)
     heads = ModelHeads(model)
     require_fewer(heads, kv_heads)

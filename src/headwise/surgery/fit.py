@@ -17,14 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwise.errors import OptionError
-from headwise.support.text import list_some
 from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.steps import allows
 
 Repair = Literal["zero", "mean", "refit"]
-REPAIRS: tuple[Repair, ...] = ("zero", "mean", "refit")
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the mean square of a channel
 Gone = Mapping[str, Collection[int]]  # numbers of heads, by layer
 
@@ -48,14 +45,9 @@ def cut_heads(
 ) -> Cut:
     """Return the cut of some heads.
 
-    They are zeroed in place of taken out where the layer's function allows no other number.
-
-    Args:
-        heads: the attention modules of the model.
-        gone: the numbers of the heads that go, by layer.
-        means: mean outputs (heads, value_dim), by layer, whose projection goes into the bias; None
-            for zero.
-        zeroed: True to zero the heads in all layers.
+    They are zeroed in place of taken out where the layer's function allows no other number, or in
+    all layers if ``zeroed``. The projection of their ``means`` (heads, value_dim) goes into the
+    bias, or nothing if None.
     """
     layers = {}
     for name, numbers in gone.items():
@@ -157,10 +149,7 @@ def refit_heads(
 ) -> tuple[Cut, dict[str, Decision]]:
     """Return the cut of some heads with a fitted projection where held-out tokens agree.
 
-    Args:
-        heads: the attention modules of the model.
-        gone: the numbers of the heads that go, by layer.
-        sums: those of `record_moments`, by the layers' names in the cut.
+    ``sums`` are those of `record_moments`, by the layers' names in the cut.
     """
     layers, decisions = {}, {}
     for name, numbers in gone.items():
@@ -179,11 +168,3 @@ def refit_heads(
             left = layer.origins.query
             layers[name] = layer.refit(fitted[list(left)], bias)
     return Cut(layers), decisions
-
-
-def require_repair(repair: str) -> None:
-    """Raise OptionError for another repair."""
-    if repair not in REPAIRS:
-        raise OptionError(
-            saw=f"repair={repair!r}", needed=f"one of {list_some(REPAIRS)}", do='repair="mean"'
-        )

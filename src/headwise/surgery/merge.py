@@ -84,12 +84,7 @@ def merge_heads(
 ) -> tuple[Cut, dict[str, Merged]]:
     """Return the cut to fewer kv heads in each layer, and what each layer loses.
 
-    Args:
-        heads: the attention modules of the model.
-        products: those of the inputs of each layer; see `headwise.surgery.channels`.
-        kv_heads: a divisor of the number of each layer.
-        how: "fitted", "aligned" or "mean"; see `headwise.surgery.maps`.
-        alike: True to merge those that lose least together; False for neighbours.
+    With ``alike`` those are merged that lose least together, else neighbours.
 
     Raises:
         OptionError: another number, or a layer without products.

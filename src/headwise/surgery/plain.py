@@ -39,12 +39,8 @@ def find_plain_config(
 ) -> PlainConfig:
     """Return the config by which the model's class builds the sizes of a cut model.
 
-    The class is built on the meta device, and every shape is compared.
-
-    Args:
-        heads: those of the model before the cut.
-        states: name of an attention, its canonical tensors after the cut; other attentions stay.
-        stored: the config as its file has it; that of the model if None.
+    The class is built on the meta device, and every shape is compared. ``states`` are the canonical
+    tensors after the cut by the names of attentions; ``stored`` is the config as its file has it.
     """
     config = dict(heads.config if stored is None else stored)
     cut = {name: {t: tuple(x.shape) for t, x in state.items()} for name, state in states}
