@@ -82,13 +82,8 @@ def fit_projection(
 
     With the centred products C of the channels K that stay and G that go, the change D of the
     projection solves (C_KK + r I) D = C_KG wo_G, where r is ``ridge`` times the mean diagonal of
-    C_KK. An infinite ridge gives D = 0: the mean alone.
-
-    Args:
-        sums: those of `record_moments`, of one half or of both together.
-        wo: the original projection.
-        kept: numbers of the heads that stay.
-        ridge: relative to the mean square of a channel.
+    C_KK. An infinite ridge gives D = 0: the mean alone. ``sums`` are those of `record_moments`, of
+    one half or of both together.
 
     Returns:
         The projection, with 0 for heads that are gone, and what is added to the bias.

@@ -141,10 +141,7 @@ class Quality:
         * Other models: the cosine similarity of the first output, as one vector without its
           padding, to that of the original model.
 
-        Args:
-            model: the original model.
-            inputs: all inputs that the measure is for.
-            measure: (output, input) -> (batch,), higher is better.
+        ``inputs`` are all that the measure is for.
         """
         if measure is not None:
             return cls("the given measure", measure)

@@ -163,16 +163,10 @@ def _unit_size(cut: LayerCut) -> int:
 def open_for_cut(
     folder: Path, data: Path | None, target: Path, *, form: Form, length: int, call: str
 ) -> StoredSubject:
-    """Load a model and its data.
+    """Load a model with a tokenizer, and the lines of a text, of at most ``length`` tokens each.
 
-    Args:
-        folder: a folder from save_pretrained, with a tokenizer.
-        data: a text file, a sequence on each line. Lines are dealt out in turns: to choose and
-            fit on, and held out. None for the sentences that ship with headwise.
-        target: a new folder.
-        form: see `headwise.surgery.write`.
-        length: the most tokens of a line.
-        call: what does the same from Python, in `headwise.surgery`.
+    Lines are dealt out in turns: to choose and fit on, and held out. Without ``data`` they are the
+    sentences that ship with headwise. ``call`` does the same from Python, in `headwise.surgery`.
 
     Raises:
         OptionError: too little text, no tokenizer, or a model that cannot be cut; see
