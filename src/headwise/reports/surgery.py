@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -32,34 +31,25 @@ MERGED = {
 }
 
 
-@dataclass(frozen=True)
-class HeadCell:
-    """One head in the table: its effect, and whether it is gone."""
+def head_rows(table: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return the name and the heads of each layer, from the table of a plan.
 
-    number: int
-    effect: float
-    is_gone: bool
-    colour: str  # by its share of the largest effect
-
-
-def head_rows(table: Sequence[dict[str, Any]]) -> list[tuple[str, list[HeadCell]]]:
-    """Return the name and the heads of each layer, from the table of a plan."""
+    The colour of a head is by its share of the largest effect.
+    """
     most = max((abs(x) for row in table for x in row["effects"]), default=0.0) or 1.0
-    return [
-        (
-            row["layer"].rstrip("."),
-            [
-                HeadCell(
-                    n,
-                    effect,
-                    n in row["gone"],
-                    css_colour(viridis_colour(weight_position(effect / most))),
-                )
-                for n, effect in enumerate(row["effects"])
-            ],
-        )
-        for row in table
-    ]
+    rows = []
+    for row in table:
+        cells = [
+            {
+                "number": head,
+                "effect": effect,
+                "is_gone": head in row["gone"],
+                "colour": css_colour(viridis_colour(weight_position(effect / most))),
+            }
+            for head, effect in enumerate(row["effects"])
+        ]
+        rows.append((row["layer"].rstrip("."), cells))
+    return rows
 
 
 def render_cut(result: Pruning | Regrouping, model: str, commands: Sequence[str] = ()) -> str:
