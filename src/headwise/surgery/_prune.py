@@ -32,10 +32,9 @@ from headwise.surgery.fit import (
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.moments import match_names, record_moments
-from headwise.surgery.quality import Data, Measure, Measured, Quality, mark
+from headwise.surgery.quality import Data, Measure, Measured, Quality, layer_lines, mark
 
 POINTS = 9  # of the curve
-MOST_LAYERS = 10  # lines of a table
 REPAIRED = {
     "zero": "their outputs are zero",
     "mean": "their mean outputs are in the output's bias",
@@ -150,21 +149,18 @@ class PruningPlan:
         ]
 
     def __str__(self) -> str:
-        choice, rows = self.choice, self.table()
+        choice = self.choice
         total, kept = choice.total, choice.kept()
         lines = [
             f"{kept} of {total} heads stay, {total - kept} go, chosen by {self.by}",
             self._prediction(),
         ]
-        width = max(len(row["layer"]) for row in rows)
-        for row in rows[:MOST_LAYERS]:
-            numbers = ", ".join(map(str, row["gone"])) or "none"
-            lines.append(
-                f"{row['layer']:{width}}  {row['kept']} of {row['heads']}  gone: {numbers}"
-            )
-        if len(rows) > MOST_LAYERS:
-            lines.append(f"and {len(rows) - MOST_LAYERS} more layers")
-        return "\n".join(lines)
+        words = {
+            row["layer"]: f"{row['kept']} of {row['heads']}  gone: "
+            + (", ".join(map(str, row["gone"])) or "none")
+            for row in self.table()
+        }
+        return "\n".join([*lines, *layer_lines(words)])
 
 
 @dataclass(frozen=True, eq=False)

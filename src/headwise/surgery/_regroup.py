@@ -26,9 +26,7 @@ from headwise.surgery.memory import cut_model
 from headwise.surgery.merge import Merged, merge_heads
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.moments import InputProducts, record_products
-from headwise.surgery.quality import Data, Measure, Measured, Quality, mark
-
-MOST_LAYERS = 10  # lines of a table
+from headwise.surgery.quality import Data, Measure, Measured, Quality, layer_lines, mark
 
 
 @dataclass(frozen=True)
@@ -118,15 +116,12 @@ class RegroupPlan:
             f"predicted loss: {keys:.1%} of what queries read in keys, {values:.1%} of what "
             "outputs read in values",
         ]
-        width = max(len(name) for name, _ in rows)
-        for name, merged in rows[:MOST_LAYERS]:
-            groups = " ".join("+".join(map(str, group)) for group in merged.groups)
-            lines.append(
-                f"{name:{width}}  keys {merged.keys:6.1%}  values {merged.values:6.1%}  {groups}"
-            )
-        if len(rows) > MOST_LAYERS:
-            lines.append(f"and {len(rows) - MOST_LAYERS} more layers")
-        return "\n".join(lines)
+        words = {
+            name: f"keys {merged.keys:6.1%}  values {merged.values:6.1%}  "
+            + " ".join("+".join(map(str, group)) for group in merged.groups)
+            for name, merged in rows
+        }
+        return "\n".join([*lines, *layer_lines(words)])
 
 
 WORDS: dict[How, str] = {

@@ -22,6 +22,8 @@ from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.quality import Quality
 
+By = Literal["ablation", "gradient"]
+
 
 class Journal:
     """File of the effects of heads, by what was measured.
@@ -47,9 +49,6 @@ class Journal:
         self._entries[key] = effects.tolist()
         values = {"identity": self._identity, "effects": self._entries}
         write_whole(self._path, json.dumps(values) + "\n")
-
-
-By = Literal["ablation", "gradient"]
 
 
 @dataclass(frozen=True, eq=False)

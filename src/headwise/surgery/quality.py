@@ -31,6 +31,10 @@ from headwise.scanning.record import record_attention
 from headwise.support.text import describe_count, describe_value
 from headwise.support.tracing import evaluation_mode
 
+# (output of the model, its input) -> (batch,), higher is better
+Measure = Callable[[Any, Any], Tensor]
+RESAMPLES = 1000  # of the bootstrap
+MOST_LAYERS = 10  # lines of a table
 ANOTHER_PART = "give other data: held_out=..., or more inputs"
 
 
@@ -110,12 +114,6 @@ def _marks(value: Any) -> Iterator[bytes]:
         if isinstance(mask, Tensor) and mask.shape == main.shape:
             row = row[mask[number].bool()]
         yield sha256(row.detach().cpu().contiguous().numpy().tobytes()).digest()
-
-
-# (output of the model, its input) -> (batch,), higher is better
-Measure = Callable[[Any, Any], Tensor]
-
-RESAMPLES = 1000  # of the bootstrap
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,6 +337,14 @@ class Measured(ABC):
     def to_json(self) -> str:
         """Return all numbers of the report as JSON; the cut has a file of its own."""
         return json.dumps(self.values(), indent=1) + "\n"
+
+
+def layer_lines(words: Mapping[str, str]) -> list[str]:
+    """Return a line for each layer by its name; the last one counts those beyond `MOST_LAYERS`."""
+    width = max(map(len, words))
+    lines = [f"{name:{width}}  {text}" for name, text in words.items()]
+    more = len(lines) - MOST_LAYERS
+    return [*lines[:MOST_LAYERS], f"and {more} more layers"] if more > 0 else lines
 
 
 def mark(number: int, *, is_chosen: bool) -> str:
