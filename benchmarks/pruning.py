@@ -22,12 +22,11 @@ from torch.nn import functional as F
 
 from headwise.models.minilm import model_folder
 from headwise.models.text import read_sentences
-from headwise.surgery import ModelHeads, cut_model
+from headwise.surgery import ModelHeads, cut_model, fit
 from headwise.surgery import prune as prune_by_headwise
-from headwise.surgery.channels import record_products
-from headwise.surgery.fit import REPAIRS
 from headwise.surgery.maps import How
 from headwise.surgery.merge import merge_heads
+from headwise.surgery.moments import record_products
 
 Head = tuple[int, int]  # layer, head
 Batches = list[Any]  # a tokenizer's: input_ids and attention_mask, (batch, length)
@@ -183,7 +182,7 @@ def cut_by_headwise(model: Any, to_fit: Batches, held_out: Batches, count: int) 
     others = [dict(batch) for batch in held_out]
     return {
         repair: prune_by_headwise(model, inputs, held_out=others, keep=keep, repair=repair).model
-        for repair in track(REPAIRS, "headwise", transient=True)
+        for repair in track(get_args(fit.Repair), "headwise", transient=True)
     }
 
 

@@ -412,7 +412,7 @@ NO_RUNS = {
     "src/headwise/diagnosis/causes/weights.py": "the rank of a matrix",
     "src/headwise/scanning/context.py": "whether factors of one run are those of a norm",
     "src/headwise/scanning/links.py": "the rounding of stored shares",
-    "src/headwise/surgery/groups.py": "sums of the same costs in another order",
+    "src/headwise/surgery/merge.py": "sums of the same costs in another order",
     "src/headwise/surgery/maps.py": "the rank of a matrix",
     "src/headwise/study/conventions.py": "sums of rows of one run",
     "src/headwise/study/questions/diagram.py": "sums of rows of one run",

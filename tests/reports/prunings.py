@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from headwise.models.tiny import TinySizes
-from headwise.reports.surgery import render_pruning, render_regrouping
+from headwise.reports.surgery import render_cut
 from headwise.surgery import Pruning, Regrouping, prune, regroup
 from tests.surgery import small
 
@@ -33,8 +33,8 @@ def commands_of(model: str) -> list[str]:
 
 
 def page_of_pruning(model: str = "a small model") -> str:
-    return render_pruning(pruned(), model=model, commands=commands_of(model))
+    return render_cut(pruned(), model=model, commands=commands_of(model))
 
 
 def page_of_regrouping(model: str = "a small model") -> str:
-    return render_regrouping(regrouped(), model=model, commands=commands_of(model))
+    return render_cut(regrouped(), model=model, commands=commands_of(model))

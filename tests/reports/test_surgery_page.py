@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from headwise.reports.surgery import render_pruning
+from headwise.reports.surgery import render_cut
 from headwise.surgery import Pruning, prune
 from headwise.surgery.fit import Repair
 from tests.reports.html import Tree, outside
@@ -26,7 +26,7 @@ def test_the_chosen_number_has_the_result_of_the_cut(pruned: Pruning) -> None:
     others = {value for name, value in values.items() if name != repair}
     assert after not in others
     assert len({after, *others}) == (3 if repair == "refit" else 2)
-    page = render_pruning(pruned, "a model")
+    page = render_cut(pruned, "a model")
     [drawn] = Tree(page).root.all("svg")
     assert f"11 heads: {after}" in drawn.text
     label = drawn.attributes["aria-label"]

@@ -17,10 +17,9 @@ from headwise.surgery.fit import (
     cut_heads,
     decide,
     fit_projection,
-    match_names,
     output_error,
-    record_moments,
 )
+from headwise.surgery.moments import match_names, record_moments
 from tests.scanning import models
 from tests.surgery import small
 

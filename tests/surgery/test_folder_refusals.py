@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from headwise.errors import CheckpointError, OptionError
 from headwise.surgery import Cut, LayerCut, cut_model, full_size, load, write
 from headwise.surgery.check import output_budget
+from tests.checkpoints.test_resuming import files_of_the_next, wait_until
 from tests.surgery.families import FAMILIES, inputs_of, output_of, whole, without
 
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
@@ -49,6 +50,34 @@ def test_a_folder_of_several_files(folders: Path) -> None:
     model = FAMILIES["llama"]()
     made = cut_model(cut_of_one_layer(model), model)
     assert torch.equal(output_of(load(folders / "cut")), output_of(made))
+
+
+def test_an_interrupted_write_goes_on(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut, source = cut_of_one_layer(FAMILIES["llama"]()), folders / "source"
+
+    def stop_in_the_second(file: str, *_: int) -> None:
+        if file.startswith("model-00002"):
+            [manifest] = tmp_path.glob(".*.headwise-part/manifest")
+            wait_until(lambda: manifest.read_bytes().count(b"\n") == 2)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(cut, source, tmp_path / "new", form="headwise", progress=stop_in_the_second)
+    assert [path.name for path in tmp_path.iterdir()] == [".new.headwise-part"]
+    written = files_of_the_next(monkeypatch)
+    write(cut, source, tmp_path / "new", form="headwise")
+    assert written == ["model-00002-of-00002.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    for path in (folders / "cut").glob("*.*"):
+        assert (tmp_path / "new" / path.name).read_bytes() == path.read_bytes()
+    # The files of another cut are begun anew.
+    with pytest.raises(KeyboardInterrupt):
+        write(cut, source, tmp_path / "other", form="headwise", progress=stop_in_the_second)
+    written.clear()
+    write(whole(FAMILIES["llama"]()), source, tmp_path / "other", form="headwise")
+    assert len(written) == 2
 
 
 def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from headwise.surgery.channels import Channels
-from headwise.surgery.groups import group_alike
 from headwise.surgery.maps import Group, How, Maps, cost, fit, select
+from headwise.surgery.merge import group_alike
 
 HEADS, CHANNELS, TOKENS = 3, 4, 29
 DTYPES = {"real": torch.float64, "complex": torch.complex128}

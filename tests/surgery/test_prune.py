@@ -17,9 +17,9 @@ from headwise.models import planted
 from headwise.scanning.importance import ablations, mean_outputs
 from headwise.support.progress import no_progress
 from headwise.surgery import ModelHeads, cut_model, full_size, plan_prune, prune
-from headwise.surgery.effects import HeadEffects
-from headwise.surgery.fit import RIDGES, cut_heads, match_names, record_moments, refit_heads
-from headwise.surgery.journal import Journal
+from headwise.surgery.effects import HeadEffects, Journal
+from headwise.surgery.fit import RIDGES, cut_heads, refit_heads
+from headwise.surgery.moments import match_names, record_moments
 from headwise.surgery.quality import Quality
 from headwise.surgery.steps import Refit
 from tests.quick import others_slow

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from headwise.errors import OptionError, ShapeError
 from headwise.surgery import quality
-from headwise.surgery.data import Data
-from headwise.surgery.quality import Quality, interval
+from headwise.surgery.quality import Data, Quality, interval
 from tests.scanning import models
 from tests.surgery import small
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from headwise.checkpoints import foreign, safetensors
 from headwise.checkpoints import plan as plans
-from headwise.checkpoints.plan import ConversionPlan, Files, OutputFile
+from headwise.checkpoints.plan import Files, OutputFile, WritePlan
 from headwise.checkpoints.source import CheckpointSource, explained_os_errors
 from headwise.checkpoints.staging import PartialFile, StagingDir, write_synced
+from headwise.function.weights import State
 from headwise.layouts._layout import Layout
 from headwise.layouts.plan import ConversionStep, run_round_trip_checked_step
 from headwise.support.progress import Progress, no_progress
@@ -67,36 +68,40 @@ def convert_checkpoint(
     plan = plans.plan_checkpoint_conversion(source, target, source_layout, target_layout, **options)
     with explained_os_errors(plan.target.parent, problem="", needed=NEEDED, do=FREE_SPACE):
         for step in (step for step in plan.steps if not step.outputs):  # biases left out, if +0
-            run_round_trip_checked_step(step, {name: source[name] for name in step.inputs})
-        with StagingDir(plan.target, plan.output.peak_size) as staging:
-            staging.begin(plan.identity)
-            _write_files(plan, staging, progress, verify=verify)
-            source.require_unchanged()
-            staging.finish(_complete_files(plan, staging))
-    return plans.report_conversion(plan, staging.earlier_run)
+            _convert(source, step)
+    return plans.report_conversion(plan, write_target(plan, progress, verify=verify))
 
 
-def _write_files(
-    plan: ConversionPlan, staging: StagingDir, progress: Progress, *, verify: bool
-) -> None:
+def write_target(plan: WritePlan, progress: Progress, *, verify: bool = False) -> str:
+    """Write the files of a plan, all or none; return what `StagingDir.earlier_run` was."""
+    with (
+        explained_os_errors(plan.target.parent, problem="", needed=NEEDED, do=FREE_SPACE),
+        StagingDir(plan.target, plan.output.peak_size) as staging,
+    ):
+        staging.begin(plan.identity)
+        _write_files(plan, staging, progress, verify=verify)
+        plan.source.require_unchanged()
+        staging.finish(_complete_files(plan, staging))
+    return staging.earlier_run
+
+
+def _write_files(plan: WritePlan, staging: StagingDir, progress: Progress, *, verify: bool) -> None:
     """Write the files that an earlier run has not finished.
 
     Another thread reads what is written for its checksum, and forces finished files to the disk.
     """
-    headers, done = plan.source.headers, 0
-    total = sum(headers[n].nbytes for step in plan.steps if step.outputs for n in step.inputs)
+    done, total = 0, plan.output.nbytes
     with ExitStack() as stack, _background_thread() as run_later:
         for files in plan.output.shards:
-            name, steps = files[0].name, files[0].steps
-            sizes = [sum(headers[name].nbytes for name in step.inputs) for step in steps]
+            name = files[0].name
             if all(staging.is_finished(file.name, verify=verify) for file in files):
-                done += sum(sizes)
+                done += sum(file.nbytes for file in files)
                 progress(name, done, total)
                 continue
             parts = [PartialFile(staging.path / f"{file.name}.part") for file in files]
             for part in parts:
                 stack.callback(part.close)
-            for _, size in zip(_write_steps(plan, files, parts), sizes, strict=True):
+            for size in _write_steps(plan, files, parts):
                 for part in parts:
                     run_later(part.checksum, part.size)
                 done += size
@@ -129,35 +134,32 @@ def _background_thread() -> Iterator[Callable[..., None]]:
 
 
 def _write_steps(
-    plan: ConversionPlan, files: Sequence[OutputFile], parts: Sequence[PartialFile]
-) -> Iterator[None]:
+    plan: WritePlan, files: Sequence[OutputFile], parts: Sequence[PartialFile]
+) -> Iterator[int]:
+    """Write the tensors of each step into the files of a shard, and yield their bytes."""
     for file, part in zip(files, parts, strict=True):
         part.write(file.head)
     headers, names, steps = plan.source.headers, iter(files[0].tensors), files[0].steps
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         if following is not None:
             _prefetch(headers[name] for name in following.inputs)
-        first = headers[step.inputs[0]]
+        before, first = sum(part.size for part in parts), headers[step.inputs[0]]
         if step.is_copy and first.offset is not None and plan.output.division is None:
             next(names)
             parts[0].append_range(first.file, first.offset, first.nbytes)
         else:
-            _write_converted(plan, step, islice(names, len(step.outputs)), parts)
-        yield
+            tensors = _convert(plan.source, step)
+            for name in islice(names, len(step.outputs)):
+                assert tensors[name].dtype == first.dtype
+                assert tuple(tensors[name].shape) == tuple(step.outputs[name])
+                for part, share in zip(parts, plan.output.divide(name, tensors[name]), strict=True):
+                    part.write(safetensors.tensor_bytes(share))
+        yield sum(part.size for part in parts) - before
 
 
-def _write_converted(
-    plan: ConversionPlan, step: ConversionStep, names: Iterable[str], parts: Sequence[PartialFile]
-) -> None:
-    """Run a step and its inverse, compare the bytes, and write its tensors in this order."""
-    stored = {name: plan.source[name] for name in step.inputs}
-    tensors = run_round_trip_checked_step(step, stored)
-    dtype = plan.source.headers[step.inputs[0]].dtype
-    for name in names:
-        tensor = tensors[name]
-        assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), dtype)
-        for part, share in zip(parts, plan.output.divide(name, tensor), strict=True):
-            part.write(safetensors.tensor_bytes(share))
+def _convert(source: CheckpointSource, step: ConversionStep) -> State:
+    """Run a step and its inverse, compare the bytes, and return its tensors."""
+    return run_round_trip_checked_step(step, {name: source[name] for name in step.inputs})
 
 
 def _prefetch(tensors: Iterable[safetensors.StoredTensor]) -> None:
@@ -168,7 +170,7 @@ def _prefetch(tensors: Iterable[safetensors.StoredTensor]) -> None:
                 os.posix_fadvise(file.fileno(), *place, os.POSIX_FADV_WILLNEED)
 
 
-def _complete_files(plan: ConversionPlan, staging: StagingDir) -> Path:
+def _complete_files(plan: WritePlan, staging: StagingDir) -> Path:
     output, folder = plan.output, staging.files_path
     if output.division is not None:
         shares = [safetensors.read_safetensors_header(folder / file.name) for file in output.files]
@@ -182,6 +184,11 @@ def _complete_files(plan: ConversionPlan, staging: StagingDir) -> Path:
         return target
     if output.index is not None:
         write_synced(folder / output.index[0], output.index[1])
-    if output.config is not None:
-        write_synced(folder / "config.json", output.config)
+    for name, content in output.beside.items():
+        made = folder / name
+        made.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, made)
+        else:
+            write_synced(made, content)
     return folder if plan.source.is_folder else folder / output.files[0].name

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,7 +25,8 @@ from headwise.layouts.registry import layout
 from headwise.layouts.shards import ShardMap, derive_shard_map_from_whole
 from headwise.support.tensors import same_bytes
 
-MODEL_FILE = "model.safetensors"  # the name that transformers looks for
+# names that transformers looks for
+MODEL_FILE, CONFIG = "model.safetensors", "config.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,11 @@ class OutputFile:
     size: int  # bytes of the whole file
     steps: Sequence[ConversionStep]  # those that make its tensors, in the order of their bytes
     tensors: Sequence[str]  # in the order of their bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return self.size - len(self.head)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +56,8 @@ class OutputPlan:
     division: ShardMap | None = None
     # the content of params.json, if the target is for Meta's code
     params: Mapping[str, Any] | None = None
-    # the content of config.json, if the target is a folder that transformers loads
-    config: str | None = None
+    # what lies beside the weights: a name within the folder -> a file to copy, or a text
+    beside: Mapping[str, Path | str] = field(default_factory=dict)
 
     @property
     def shards(self) -> list[tuple[OutputFile, ...]]:
@@ -62,7 +68,14 @@ class OutputPlan:
     def peak_size(self) -> int:
         """Bytes on disk during the work: the files of processes are copies of safetensors files."""
         size = sum(file.size for file in self.files) + len(self.index[1] if self.index else b"")
-        return size if self.division is None else 2 * size
+        size = size if self.division is None else 2 * size
+        copied = (file for file in self.beside.values() if isinstance(file, Path))
+        return size + sum(file.stat().st_size for file in copied)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(file.nbytes for file in self.files)
 
     def divide(self, name: str, tensor: Tensor) -> list[Tensor]:
         """Return the part of a tensor for each file of its shard, joined again and compared.
@@ -155,7 +168,7 @@ def _plan_shard_index(
     if source.index:
         metadata |= source.index.metadata
         name = source.target_file_name(Path(source.index.path.name.removesuffix(INDEX)))
-    metadata["total_size"] = sum(file.size - len(file.head) for file in files)
+    metadata["total_size"] = sum(file.nbytes for file in files)
     metadata.pop("total_parameters", None)  # conversion may add or remove biases
     weight_map = {tensor: file.name for file in files for tensor in file.tensors}
     return name + INDEX, encode_index(weight_map, metadata)
@@ -192,20 +205,31 @@ class ConversionReport:
 
 
 @dataclass(frozen=True, eq=False)
-class ConversionPlan:
-    """The steps and files of a conversion whose arguments have been checked.
-
-    ``layout`` is that of the target. A run resumes another one with the same ``identity``: a hash
-    of version, source, options and headers.
-    """
+class WritePlan:
+    """Files that will be written, whose target has been checked."""
 
     source: CheckpointSource
     target: Path
-    steps: tuple[ConversionStep, ...]  # also those that only check
     output: OutputPlan
-    layout: Layout
+    options: object  # from which its tensors follow, with the source
+
+    @property
+    def identity(self) -> str:
+        """Hash of version, source, options and headers: a run resumes another one with the same."""
+        identity = hashlib.sha256(self.source.source_digest().encode("ascii"))
+        heads = ((file.name, file.head) for file in self.output.files)
+        for part in ((metadata.version("headwise"), self.options), *heads):
+            identity.update(repr(part).encode("utf-8", "surrogateescape"))
+        return identity.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class ConversionPlan(WritePlan):
+    """The steps and files of a conversion whose arguments have been checked."""
+
+    steps: tuple[ConversionStep, ...]  # also those that only check
+    layout: Layout  # of the target
     accepted: Mapping[str, tuple[str, str]]  # see `ConversionReport`
-    identity: str
 
 
 def plan_checkpoint_conversion(
@@ -239,14 +263,8 @@ def plan_checkpoint_conversion(
     description = describe_target(source.headers, before, after, known, config)
     output = _plan_files(source, steps, description, files, shards)
     options = (before, after, accept, root, files, shards, sorted(known.items()))
-    identity = hashlib.sha256(source.source_digest().encode("ascii"))
-    stated = (metadata.version("headwise"), options), *((x.name, x.head) for x in output.files)
-    for part in stated:
-        identity.update(repr(part).encode("utf-8", "surrogateescape"))
     accepted = layout_plan.find_spec_conflicts(source.headers, before, after, known)
-    return ConversionPlan(
-        source, target, tuple(steps), output, after, accepted, identity.hexdigest()
-    )
+    return ConversionPlan(source, target, output, options, tuple(steps), after, accepted)
 
 
 def report_conversion(plan: ConversionPlan, earlier_run: str) -> ConversionReport:
@@ -289,7 +307,7 @@ def _plan_files(
         name = output.index[0].removesuffix(INDEX) if output.index else output.files[0].name
         is_its_own = layout_name(description.config) == description.layout.name
         loads = source.is_folder and is_its_own and name == MODEL_FILE  # by transformers
-        return replace(output, config=description.config_json() if loads else None)
+        return replace(output, beside={CONFIG: description.config_json()} if loads else {})
     shapes = {name: tuple(shape) for step in steps for name, shape in step.outputs.items()}
     params, by_columns = None, False
     if files == "megatron":

@@ -13,12 +13,11 @@ import typer
 from headwise import __version__
 from headwise.cli.compare import compare
 from headwise.cli.convert import convert
+from headwise.cli.cut import prune, regroup
 from headwise.cli.demo import demo
 from headwise.cli.detect import detect
 from headwise.cli.layouts import layouts
 from headwise.cli.output import PrintedErrors, exit_status_help
-from headwise.cli.prune import prune
-from headwise.cli.regroup import regroup
 from headwise.cli.scan import scan
 from headwise.cli.study import study
 from headwise.cli.verify import verify

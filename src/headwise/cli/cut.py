@@ -1,8 +1,11 @@
-"""Options and the report of commands that cut the heads of a stored model."""
+"""``headwise prune`` and ``headwise regroup``: cuts of a stored model, measured on a text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,11 +14,13 @@ import typer
 from headwise.cli import output
 from headwise.errors import CheckpointError
 from headwise.support.files import make_parent_and_require_writable, write_whole
+from headwise.support.text import human_bytes
 
 if TYPE_CHECKING:
-    from headwise.surgery._prune import Pruning
-    from headwise.surgery._regroup import Regrouping
+    from headwise.surgery._prune import Pruning, PruningPlan
+    from headwise.surgery._regroup import Regrouping, RegroupPlan
     from headwise.surgery.folders import Written
+    from headwise.surgery.stored import StoredSubject
 
 SCHEMA = 1  # version of the JSON form
 
@@ -42,79 +47,205 @@ Form = Annotated[
 ]
 Length = Annotated[int, typer.Option(min=2, help="Most tokens of a line.")]
 Page = Annotated[Path | None, typer.Option(help="The HTML page to write.", show_default="OUT.html")]
-DryRun = Annotated[
+Keep = Annotated[float, typer.Option(help="The share of heads that stays.")]
+By = Annotated[
+    Literal["ablation", "gradient"], typer.Option(help="How the importance of a head is measured.")
+]
+Repair = Annotated[
+    Literal["mean", "zero", "refit"],
+    typer.Option(
+        help="What stands in for a head: its mean output, nothing, or an output projection that "
+        "is fitted where held-out tokens agree."
+    ),
+]
+DryPrune = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print the plan and stop. Nothing is written but a hidden file of effects beside OUT, "
+        "so that the run itself need not measure them again.",
+    ),
+]
+KvHeads = Annotated[
+    int,
+    typer.Option(
+        help="The number of kv heads in each layer, a divisor of the present one.",
+        show_default=False,
+    ),
+]
+Merge = Annotated[
+    Literal["fitted", "aligned", "mean"],
+    typer.Option(
+        help="How several kv heads become one: by the maps that lose least; by their mean, after "
+        "each is turned towards the others; or by their mean."
+    ),
+]
+DryRegroup = Annotated[
     bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is written.")
 ]
 
 
-def prepare_page(page: Path | None, out: Path, *, dry_run: bool) -> Path:
-    """Return the path of the page; raise where it could not be written in the end."""
-    from headwise.reports.pictures import require_matplotlib
-
-    if page is None:
-        page = out.with_name(f"{out.name}.html")
-    if not dry_run:
-        require_matplotlib()
-        if page.exists():
-            raise CheckpointError(
-                saw=f"{page} exists already",
-                needed="a new file, so that no page is lost",
-                do="name another one with --page, or remove this one",
-            )
-        make_parent_and_require_writable(page)
-    return page
-
-
-def lines_that_load(written: Written, kind: str) -> list[str]:
-    """Return the Python that loads a folder with a model of a class of transformers."""
-    if written.form == "headwise":
-        return [
-            "import headwise.surgery",
-            f"model = headwise.surgery.load({str(written.folder)!r})",
-        ]
-    return [
-        f"from transformers import {kind}",
-        f"model = {kind}.from_pretrained({str(written.folder)!r})",
-    ]
-
-
-def report(
-    result: Pruning | Regrouping,
-    written: Written,
-    difference: float,
+def prune(
+    model: Model,
     *,
-    page: Path,
-    render: Callable[[Sequence[str]], str],
-    start: float,
-    as_json: bool,
+    data: Data = None,
+    out: Out,
+    keep: Keep = 0.75,
+    by: By = "ablation",
+    repair: Repair = "mean",
+    form: Form = "plain",
+    length: Length = 128,
+    page: Page = None,
+    dry_run: DryPrune = False,
+    as_json: output.AsJson = False,
 ) -> None:
-    """Write the page, and print what was measured.
+    """Take the heads out of a stored model that matter least.
 
-    Args:
-        result: what was measured.
-        written: the folder.
-        difference: the largest of its outputs to those in memory.
-        page: the path of the page.
-        render: (lines that load the folder) -> the page as HTML.
-        start: when the command began.
-        as_json: True for JSON in place of text.
+    First the plan with its predicted effect, then the measurement on held-out
+    lines, the folder and its check in a new process, and a page with the curve.
+    To resume an interrupted run, repeat the command: a hidden file beside OUT
+    keeps the effects of layers all of whose heads were measured.
     """
-    from headwise.support.text import human_bytes
 
-    path = write_whole(page, render(lines_that_load(written, type(result.model).__name__)))
-    checked = f"a new process loads it; its outputs are within {difference:.1e} of those in memory"
-    sizes = f"{human_bytes(written.nbytes)} of tensors, {human_bytes(written.nbytes_before)} before"
-    values: dict[str, Any] = {"schema": SCHEMA, **result.values(), "folder": str(written.folder)}
-    values |= {"bytes": written.nbytes, "bytes_before": written.nbytes_before}
-    output.print_result(
-        path,
-        start=start,
-        show=lambda console: console.print(
+    def make_plan(opened: StoredSubject, progress: output.Progress) -> PruningPlan:
+        with _saying_how_to_resume(opened.journal):
+            return opened.plan_prune(keep, by, repair, progress)
+
+    call = f"prune(model, inputs, {keep=}, {by=}, {repair=}, even={form == 'plain'})"
+    shared = _Command(model, data, out, form, length, page, dry_run, as_json)
+    shared.run(call, make_plan)
+
+
+def regroup(
+    model: Model,
+    *,
+    kv_heads: KvHeads,
+    out: Out,
+    data: Data = None,
+    merge: Merge = "fitted",
+    form: Form = "plain",
+    length: Length = 128,
+    page: Page = None,
+    dry_run: DryRegroup = False,
+    as_json: output.AsJson = False,
+) -> None:
+    """Make fewer kv heads, which more query heads share.
+
+    First the plan with what each layer loses, then the measurement on held-out
+    lines, the folder and its check in a new process, and a page with the curve.
+    """
+
+    def make_plan(opened: StoredSubject, progress: output.Progress) -> RegroupPlan:
+        return opened.plan_regroup(kv_heads, merge, progress)
+
+    shared = _Command(model, data, out, form, length, page, dry_run, as_json)
+    shared.run(f"regroup(model, inputs, {kv_heads=}, {merge=})", make_plan)
+
+
+@dataclass(frozen=True)
+class _Command:
+    """The arguments that both commands take, by the names of their options."""
+
+    model: Path
+    data: Path | None
+    out: Path
+    form: Literal["plain", "full", "headwise"]
+    length: int
+    page: Path | None
+    dry_run: bool
+    as_json: bool
+
+    def run(
+        self,
+        call: str,
+        make_plan: Callable[[StoredSubject, output.Progress], PruningPlan | RegroupPlan],
+    ) -> None:
+        """Print the plan of a cut; then measure it, and write the folder and the page.
+
+        ``call`` does the same from Python, in `headwise.surgery`.
+        """
+        start, console = time.perf_counter(), output.make_console(stderr=True)
+        with output.progress_bar(console, "loading torch") as progress:
+            from headwise.surgery import stored
+
+            page = self._prepare_page()
+            opened = stored.open_for_cut(
+                self.model, self.data, self.out, form=self.form, length=self.length, call=call
+            )
+            plan = make_plan(opened, progress)
+        folder = opened.plan_folder(plan.cut)
+        if not self.as_json:
+            output.print_lines([opened.note, str(plan), str(folder)])
+        if self.dry_run:
+            self._report_plan(plan, opened.journal)
+            return
+        with output.progress_bar(console, "measuring") as progress:
+            result = plan.measure(progress)
+            written = opened.write(result.cut, progress)
+            difference = opened.check(result.model)
+        page = write_whole(page, self._render(result, written))
+        sizes = [human_bytes(count) for count in (written.nbytes, written.nbytes_before)]
+        lines = [
             *result.result_lines(),
-            f"{written.folder}: {sizes}; {checked}",
-            sep="\n",
-            markup=False,
-            soft_wrap=True,
-        ),
-        as_json=(lambda: values) if as_json else None,
-    )
+            f"{written.folder}: {sizes[0]} of tensors, {sizes[1]} before; a new process loads it; "
+            f"its outputs are within {difference:.1e} of those in memory",
+        ]
+        values: dict[str, Any] = {"schema": SCHEMA, **result.values()}
+        values["folder"] = str(written.folder)
+        values |= {"bytes": written.nbytes, "bytes_before": written.nbytes_before}
+        output.print_result(
+            page,
+            start=start,
+            show=lambda console: console.print(*lines, sep="\n", markup=False, soft_wrap=True),
+            as_json=(lambda: values) if self.as_json else None,
+        )
+
+    def _prepare_page(self) -> Path:
+        """Return the path of the page; raise where it could not be written in the end."""
+        from headwise.reports.pictures import require_matplotlib
+
+        page = self.out.with_name(f"{self.out.name}.html") if self.page is None else self.page
+        if not self.dry_run:
+            require_matplotlib()
+            if page.exists():
+                raise CheckpointError(
+                    saw=f"{page} exists already",
+                    needed="a new file, so that no page is lost",
+                    do="name another one with --page, or remove this one",
+                )
+            make_parent_and_require_writable(page)
+        return page
+
+    def _report_plan(self, plan: PruningPlan | RegroupPlan, journal: Path) -> None:
+        from headwise.surgery import PruningPlan
+
+        lines, values = list[str](), {"schema": SCHEMA, "layers": plan.table()}
+        if isinstance(plan, PruningPlan):
+            kept = str(journal) if journal.is_file() else None  # gradients are not kept
+            values |= {"predicted": -plan.choice.predicted, "journal": kept}
+            effects = f"the effects of heads, in {kept}, which the run itself reads."
+            lines = [f"Nothing is written but {effects}"] if kept else []
+        output.print_lines(lines, values if self.as_json else None)
+
+    def _render(self, result: Pruning | Regrouping, written: Written) -> str:
+        """Return the page as HTML, with the Python that loads the folder."""
+        from headwise.reports.surgery import render_cut
+        from headwise.scanning.source import make_model_title
+
+        kind, folder = type(result.model).__name__, str(written.folder)
+        lines = [f"from transformers import {kind}", f"model = {kind}.from_pretrained({folder!r})"]
+        if written.form == "headwise":
+            lines = ["import headwise.surgery", f"model = headwise.surgery.load({folder!r})"]
+        return render_cut(result, make_model_title(self.model), lines)
+
+
+@contextmanager
+def _saying_how_to_resume(journal: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = f"effects of whole layers are in {journal}" if journal.is_file() else "nothing kept"
+        output.make_console(stderr=True).print(
+            f"interrupted; {kept}; to go on, repeat the command", markup=False, soft_wrap=True
+        )
+        raise

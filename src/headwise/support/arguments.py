@@ -7,13 +7,13 @@ the argument to pass instead.
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from headwise.errors import ArgumentError, DTypeError
+from headwise.errors import ArgumentError, DTypeError, OptionError
 from headwise.support.text import describe_value
 
 P = ParamSpec("P")
@@ -54,6 +54,16 @@ def require_tensors(**arguments: object) -> None:
                 needed=f"a tensor for {name}",
                 do=f"e.g. torch.as_tensor({name})",
             )
+
+
+def require_choice(name: str, value: object, known: Sequence[str], usual: str) -> None:
+    """Raise OptionError unless an argument is one of the known words."""
+    if value not in known:
+        raise OptionError(
+            saw=f"{name}={describe_value(value)}",
+            needed=f"one of {', '.join(known)}",
+            do=f'{name}="{usual}"',
+        )
 
 
 def is_number(value: object) -> bool:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from headwise.surgery.check import check_folder as check_folder
     from headwise.surgery.cut import Cut as Cut
     from headwise.surgery.cut import LayerCut as LayerCut
+    from headwise.surgery.cut import full_size as full_size
     from headwise.surgery.folders import FolderPlan as FolderPlan
     from headwise.surgery.folders import Written as Written
     from headwise.surgery.folders import load as load
     from headwise.surgery.folders import plan_folder as plan_folder
     from headwise.surgery.folders import write as write
-    from headwise.surgery.full import full_size as full_size
-    from headwise.surgery.layers import cut_layer as cut_layer
+    from headwise.surgery.memory import cut_layer as cut_layer
     from headwise.surgery.memory import cut_model as cut_model
     from headwise.surgery.models import ModelHeads as ModelHeads
 
@@ -32,11 +32,9 @@ __getattr__, __dir__, __all__ = export_lazily(
         "_prune": "Pruning PruningPlan plan_prune prune",
         "_regroup": "Regrouping RegroupPlan plan_regroup regroup",
         "check": "check_folder",
-        "cut": "Cut LayerCut",
+        "cut": "Cut LayerCut full_size",
         "folders": "FolderPlan Written load plan_folder write",
-        "full": "full_size",
-        "layers": "cut_layer",
-        "memory": "cut_model",
+        "memory": "cut_layer cut_model",
         "models": "ModelHeads",
     },
 )

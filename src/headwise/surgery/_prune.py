@@ -10,36 +10,31 @@ result.model, result.cut
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.scanning.importance import mean_outputs
 from headwise.scanning.weights import unwrap_compiled
+from headwise.support.arguments import require_choice
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
 from headwise.surgery.choice import Choice, Search, Take
 from headwise.surgery.cut import Cut
-from headwise.surgery.data import Data
-from headwise.surgery.effects import By, HeadEffects
+from headwise.surgery.effects import By, HeadEffects, Journal
 from headwise.surgery.fit import (
     Decision,
     Repair,
     cut_heads,
-    match_names,
-    record_moments,
     refit_heads,
-    require_repair,
 )
-from headwise.surgery.journal import Journal
-from headwise.surgery.measured import Measured, mark
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
-from headwise.surgery.quality import Measure, Quality
+from headwise.surgery.moments import match_names, record_moments
+from headwise.surgery.quality import Data, Measure, Measured, Quality, layer_lines, mark
 
 POINTS = 9  # of the curve
-MOST_LAYERS = 10  # lines of a table
 REPAIRED = {
     "zero": "their outputs are zero",
     "mean": "their mean outputs are in the output's bias",
@@ -49,19 +44,12 @@ REPAIRED = {
 
 @dataclass(frozen=True)
 class Point:
-    """Point of the curve of quality.
+    """Point of the curve of quality."""
 
-    Attributes:
-        kept: the number of heads that are left.
-        zero: the mean quality on held-out data with the outputs of the others zero.
-        mean: the same with their mean outputs.
-        is_chosen: True for the number of heads of the plan.
-    """
-
-    kept: int
-    zero: float
-    mean: float
-    is_chosen: bool
+    kept: int  # the number of heads that are left
+    zero: float  # the mean quality on held-out data with the outputs of the others zero
+    mean: float  # the same with their mean outputs
+    is_chosen: bool  # True for the number of heads of the plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,21 +149,18 @@ class PruningPlan:
         ]
 
     def __str__(self) -> str:
-        choice, rows = self.choice, self.table()
+        choice = self.choice
         total, kept = choice.total, choice.kept()
         lines = [
             f"{kept} of {total} heads stay, {total - kept} go, chosen by {self.by}",
             self._prediction(),
         ]
-        width = max(len(row["layer"]) for row in rows)
-        for row in rows[:MOST_LAYERS]:
-            numbers = ", ".join(map(str, row["gone"])) or "none"
-            lines.append(
-                f"{row['layer']:{width}}  {row['kept']} of {row['heads']}  gone: {numbers}"
-            )
-        if len(rows) > MOST_LAYERS:
-            lines.append(f"and {len(rows) - MOST_LAYERS} more layers")
-        return "\n".join(lines)
+        words = {
+            row["layer"]: f"{row['kept']} of {row['heads']}  gone: "
+            + (", ".join(map(str, row["gone"])) or "none")
+            for row in self.table()
+        }
+        return "\n".join([*lines, *layer_lines(words)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,18 +193,16 @@ class Pruning(Measured):
 
     def result_lines(self) -> list[str]:
         """Return what was measured, in lines."""
-        return [
-            REPAIRED[self.plan.repair] + self._refits(),
-            *self.quality_lines(self.plan.quality, self.plan.data),
-            *self._curve_lines(),
-        ]
-
-    def _curve_lines(self) -> list[str]:
-        """Return the curve by the plan's repair; the chosen number has what the cut gives."""
+        fitted = sum(each.ridge is not None for each in self.decisions.values())
+        total = len(self.decisions)
+        refits = f": fitted in {fitted} of {total} layers" if total else ""
+        # The curve is by the plan's repair; the chosen number has what the cut gives.
         way = "zero" if self.plan.repair == "zero" else "mean"
         after = float(self.after.mean())
         values = [after if point.is_chosen else getattr(point, way) for point in self.curve]
         lines = [
+            REPAIRED[self.plan.repair] + refits,
+            *self.quality_lines(self.plan.quality, self.plan.data),
             "heads kept:    "
             + " ".join(f"{mark(point.kept, is_chosen=point.is_chosen):>7}" for point in self.curve),
             f"quality, {way}: " + " ".join(f"{value:7.4f}" for value in values),
@@ -227,12 +210,6 @@ class Pruning(Measured):
         if self.plan.repair == "refit":
             lines.append("the number at * is of the refit, the others are of the mean")
         return lines
-
-    def _refits(self) -> str:
-        if not self.decisions:
-            return ""
-        fitted = sum(each.ridge is not None for each in self.decisions.values())
-        return f": fitted in {fitted} of {len(self.decisions)} layers"
 
     def values(self) -> dict[str, Any]:
         """Return all numbers of the report by name."""
@@ -268,8 +245,12 @@ def plan_prune(
 
     ``journal`` keeps the effects of heads that were measured, for a later run.
     """
-    _require_options(keep, by, rounds, take)
-    require_repair(repair)
+    require_share(keep)
+    if rounds < 1:
+        raise OptionError(saw=f"rounds={rounds}", needed="at least one", do="rounds=1")
+    require_choice("by", by, get_args(By), "ablation")
+    require_choice("take", take, get_args(Take), "groups")
+    require_choice("repair", repair, get_args(Repair), "mean")
     model = unwrap_compiled(model)
     heads, data = ModelHeads(model), Data.of(inputs, held_out)
     quality = Quality.of(model, [*data.fit, *data.held_out], measure)
@@ -321,20 +302,9 @@ def prune(
             loss for gradients, or a model that cannot be cut (see `ModelHeads`).
         ShapeError: a measure that is not one number for each sequence.
     """
-    plan = plan_prune(
-        model,
-        inputs,
-        keep=keep,
-        held_out=held_out,
-        by=by,
-        rounds=rounds,
-        take=take,
-        even=even,
-        repair=repair,
-        measure=measure,
-        progress=progress,
-    )
-    return plan.measure(progress)
+    options: dict[str, Any] = {"keep": keep, "held_out": held_out, "by": by, "rounds": rounds}
+    options |= {"take": take, "even": even, "repair": repair, "measure": measure}
+    return plan_prune(model, inputs, **options, progress=progress).measure(progress)
 
 
 def require_share(keep: float) -> None:
@@ -346,19 +316,3 @@ def require_share(keep: float) -> None:
             do="{keep}=0.75 for three quarters",
             parameter="keep",
         )
-
-
-def _require_options(keep: float, by: str, rounds: int, take: str) -> None:
-    require_share(keep)
-    if rounds < 1:
-        raise OptionError(saw=f"rounds={rounds}", needed="at least one", do="rounds=1")
-    for name, value, known in (
-        ("by", by, ("ablation", "gradient")),
-        ("take", take, ("groups", "heads")),
-    ):
-        if value not in known:
-            raise OptionError(
-                saw=f"{name}={describe_value(value)}",
-                needed=f"one of {', '.join(known)}",
-                do=f'{name}="{known[0]}"',
-            )

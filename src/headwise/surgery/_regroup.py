@@ -11,42 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.scanning.weights import unwrap_compiled
+from headwise.support.arguments import require_choice
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
-from headwise.surgery.channels import InputProducts, record_products
 from headwise.surgery.cut import Cut
-from headwise.surgery.data import Data
-from headwise.surgery.maps import How, require_how
-from headwise.surgery.measured import Measured, mark
+from headwise.surgery.maps import How
 from headwise.surgery.memory import cut_model
 from headwise.surgery.merge import Merged, merge_heads
 from headwise.surgery.models import ModelHeads
-from headwise.surgery.quality import Measure, Quality
-
-MOST_LAYERS = 10  # lines of a table
+from headwise.surgery.moments import InputProducts, record_products
+from headwise.surgery.quality import Data, Measure, Measured, Quality, layer_lines, mark
 
 
 @dataclass(frozen=True)
 class MergePoint:
-    """Point of the curve of quality against kv heads.
+    """Point of the curve of quality against kv heads."""
 
-    Attributes:
-        kv_heads: the number of kv heads that are left in each layer.
-        mean: the mean quality on held-out data, where each is the mean of its neighbours.
-        merged: the same by the maps and the groups of the plan.
-        is_chosen: True for the number of the plan.
-    """
-
-    kv_heads: int
-    mean: float
-    merged: float
-    is_chosen: bool
+    kv_heads: int  # the number of kv heads that are left in each layer
+    mean: float  # the mean quality on held-out data, where each is the mean of its neighbours
+    merged: float  # the same by the maps and the groups of the plan
+    is_chosen: bool  # True for the number of the plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,15 +116,12 @@ class RegroupPlan:
             f"predicted loss: {keys:.1%} of what queries read in keys, {values:.1%} of what "
             "outputs read in values",
         ]
-        width = max(len(name) for name, _ in rows)
-        for name, merged in rows[:MOST_LAYERS]:
-            groups = " ".join("+".join(map(str, group)) for group in merged.groups)
-            lines.append(
-                f"{name:{width}}  keys {merged.keys:6.1%}  values {merged.values:6.1%}  {groups}"
-            )
-        if len(rows) > MOST_LAYERS:
-            lines.append(f"and {len(rows) - MOST_LAYERS} more layers")
-        return "\n".join(lines)
+        words = {
+            name: f"keys {merged.keys:6.1%}  values {merged.values:6.1%}  "
+            + " ".join("+".join(map(str, group)) for group in merged.groups)
+            for name, merged in rows
+        }
+        return "\n".join([*lines, *layer_lines(words)])
 
 
 WORDS: dict[How, str] = {
@@ -209,7 +196,7 @@ def plan_regroup(
     progress: Progress = no_progress,
 ) -> RegroupPlan:
     """Choose the kv heads that become one, and fit their maps; see `regroup`."""
-    require_how(merge)
+    require_choice("merge", merge, get_args(How), "fitted")
     model = unwrap_compiled(model)
     heads = ModelHeads(model)
     require_fewer(heads, kv_heads)
@@ -252,15 +239,8 @@ def regroup(
             not run, or a model that cannot be cut (see `ModelHeads`).
         ShapeError: a measure that is not one number for each sequence.
     """
-    plan = plan_regroup(
-        model,
-        inputs,
-        kv_heads=kv_heads,
-        merge=merge,
-        held_out=held_out,
-        measure=measure,
-        progress=progress,
-    )
+    options: dict[str, Any] = {"merge": merge, "held_out": held_out, "measure": measure}
+    plan = plan_regroup(model, inputs, kv_heads=kv_heads, **options, progress=progress)
     return plan.measure(progress)
 
 

@@ -8,49 +8,24 @@ are real numbers that may be mixed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.function.spec import AttentionSpec
 from headwise.function.weights import State
-from headwise.scanning.call import CapturedCall
-from headwise.scanning.importance import prepare
-from headwise.scanning.record import record_attention
-from headwise.support.progress import Progress, no_progress
-from headwise.surgery.fit import match_name
-from headwise.surgery.models import ModelHeads
-
-
-@dataclass(frozen=True, eq=False)
-class InputProducts:
-    """Mean products of all channels of a layer's inputs, with 1 as the last channel, in float64.
-
-    Attributes:
-        queries: (embed_dim + 1, embed_dim + 1), of what queries are projected from.
-        source: (source_dim + 1, source_dim + 1), of what keys and values are projected from.
-    """
-
-    queries: Tensor
-    source: Tensor
+from headwise.surgery.moments import InputProducts
 
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """Channels of n kv heads: p sets of m of them, real or complex.
+    """Channels of n kv heads: p sets of m of them, real or complex."""
 
-    Attributes:
-        moments: (p, n, n, m, m), the mean of x_i x_j^H over tokens.
-        weights: (p, n, m, m), the cost of an error: of e in head i it is e^H weights_i e.
-        places: (p, m) real channels of a head; (p, m, 2) for the two parts of complex ones.
-    """
-
-    moments: Tensor
-    weights: Tensor
+    moments: Tensor  # (p, n, n, m, m), the mean of x_i x_j^H over tokens
+    weights: Tensor  # (p, n, m, m), the cost of an error: of e in head i it is e^H weights_i e
+    # (p, m) real channels of a head; (p, m, 2) for the two parts of complex ones
     places: Int[Tensor, "p m *parts"]
 
     @property
@@ -58,63 +33,6 @@ class Channels:
         """The cost of losing all of the channels."""
         each = self.moments.diagonal(dim1=1, dim2=2).movedim(-1, 1)
         return float(torch.einsum("pnab,pnba->", self.weights, each).real)
-
-
-# ---- recording -----------------------------------------------------------------------------------
-
-
-def record_products(
-    heads: ModelHeads, inputs: Any, *, progress: Progress = no_progress
-) -> dict[str, InputProducts]:
-    """Run a model; return by name the products of each attention's inputs, of real tokens only."""
-    model, prepared = prepare(heads.model, inputs)
-    given: dict[nn.Module, Tensor] = {}
-    sums: dict[str, list[Tensor]] = {}
-    modules = {name: _projections(heads, name) for name in heads.specs}
-
-    def keep(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        given[module] = arguments[0]
-
-    def watch(call: CapturedCall) -> None:
-        if (name := match_name(heads, call.layer)) is not None:
-            pairs = zip(modules[name], (call.real_queries, call.real_keys), strict=True)
-            now = [_sum_products(given[module], real) for module, real in pairs]
-            before = sums.setdefault(name, [torch.zeros_like(each) for each in now])
-            sums[name] = [a + b for a, b in zip(before, now, strict=True)]
-
-    with ExitStack() as stack:
-        for module in {module for pair in modules.values() for module in pair}:
-            stack.enter_context(module.register_forward_pre_hook(keep))
-        recorder = stack.enter_context(record_attention(model, watch))
-        for done, each in enumerate(prepared, start=1):
-            recorder.run(each)
-            progress("products of inputs", done, len(prepared))
-    return {
-        name: InputProducts(*(each.cpu() / each[-1, -1].cpu() for each in pair))
-        for name, pair in sums.items()
-    }
-
-
-def _projections(heads: ModelHeads, name: str) -> tuple[nn.Module, nn.Module]:
-    if name in heads.layers:
-        layer = heads.layers[name]
-        return layer.q_proj, layer.k_proj
-    place = heads.places[name]
-    held = {full: place.layout.patterns[local] for full, local in place.module.tensors.items()}
-    paths = [next(full for full, p in held.items() if x in p.tensors) for x in ("wq", "wk")]
-    query, key = (heads.model.get_submodule(path.rpartition(".")[0]) for path in paths)
-    return query, key
-
-
-def _sum_products(x: Tensor, real: Tensor) -> Tensor:
-    """Return the sum over real tokens of x x^T, where 1 is the last channel."""
-    # A layer of headwise may have left padding out before it projects.
-    rows = x[real] if x.shape[:-1] == real.shape else x.flatten(0, -2)
-    rows = torch.cat([rows, rows.new_ones(len(rows), 1)], -1).double()
-    return rows.mT @ rows
-
-
-# ---- channels of one layer -----------------------------------------------------------------------
 
 
 def key_channels(state: State, spec: AttentionSpec, products: InputProducts) -> list[Channels]:

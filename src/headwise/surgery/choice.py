@@ -8,7 +8,7 @@ heads of all layers of a stack.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, zip_longest
 from typing import Literal
@@ -29,17 +29,11 @@ Importance = Callable[[Heads, Heads], Effects]
 
 @dataclass(frozen=True)
 class Unit:
-    """Heads that go together.
+    """Heads that go together."""
 
-    Attributes:
-        layers: names of the layers that lose them.
-        heads: their numbers, the same in each layer.
-        effect: the sum of their single effects.
-    """
-
-    layers: tuple[str, ...]
-    heads: tuple[int, ...]
-    effect: float
+    layers: tuple[str, ...]  # names of the layers that lose them
+    heads: tuple[int, ...]  # their numbers, the same in each layer
+    effect: float  # the sum of their single effects
 
     @property
     def size(self) -> int:
@@ -52,25 +46,17 @@ Step = tuple[Unit, ...]  # units that go at once
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Order in which heads go, and how many of them.
+    """Order in which heads go, and how many of them."""
 
-    Attributes:
-        effects: the effect of each head with all others there, (heads,), by layer.
-        steps: all units that may go, the first ones first. One unit of each layer is in none.
-        taken: the number of steps that are done.
-    """
-
-    effects: Effects
+    effects: Effects  # the effect of each head with all others there, (heads,), by layer
+    # all units that may go, the first ones first. One unit of each layer is in none.
     steps: tuple[Step, ...]
-    taken: int
+    taken: int  # the number of steps that are done
 
     def gone(self, steps: int | None = None) -> Heads:
         """Return the heads that are gone after so many steps, by default those of the choice."""
-        gone: Heads = {name: [] for name in self.effects}
-        for unit in chain(*self.steps[: self.taken if steps is None else steps]):
-            for name in unit.layers:
-                gone[name] = sorted([*gone[name], *unit.heads])
-        return gone
+        gone = _list_heads(self.effects, self.steps[: self.taken if steps is None else steps])
+        return {name: sorted(heads) for name, heads in gone.items()}
 
     @property
     def predicted(self) -> float:
@@ -89,22 +75,15 @@ class Choice:
 
 @dataclass
 class Search:
-    """Search for the heads that go.
-
-    Attributes:
-        heads: the attention modules of the model.
-        importance: measures the effects of heads in a model without some others.
-        layers: names of the layers that may lose heads, in the order of a run.
-        take: "groups" for whole kv heads with their query heads, "heads" for one query head of
-            each kv head. Without grouped heads they are the same, and so with one kv head.
-        even: True to take as many units from each layer.
-    """
+    """Search for the heads that go."""
 
     heads: ModelHeads
-    importance: Importance
-    layers: tuple[str, ...]
+    importance: Importance  # measures the effects of heads in a model without some others
+    layers: tuple[str, ...]  # names of the layers that may lose heads, in the order of a run
+    # "groups" for whole kv heads with their query heads, "heads" for one query head of each kv
+    # head. Without grouped heads they are the same, and so with one kv head.
     take: Take
-    even: bool
+    even: bool  # True to take as many units from each layer
     effects: Effects = field(default_factory=dict)
 
     def choose(self, keep: float, rounds: int) -> Choice:
@@ -116,7 +95,8 @@ class Search:
         Raises:
             OptionError: no head can go.
         """
-        everything = {name: [*range(self._count(name))] for name in self.layers}
+        specs = self.heads.specs
+        everything = {name: [*range(int(specs[name].num_heads))] for name in self.layers}
         out = sum(map(len, everything.values()))
         out -= math.ceil(keep * out - 1e-9)  # 0.7 * 10 may be just above 7
         first = self.importance({}, everything)
@@ -144,12 +124,13 @@ class Search:
         for step in self._order(done):
             if _size(following) < least:
                 following.append(step)
-        measured = self.importance(self._list_heads(done), self._list_heads(following))
+        gone, chosen = (_list_heads(self.layers, steps) for steps in (done, following))
+        measured = self.importance(gone, chosen)
         for name, effects in measured.items():
             self.effects[name] = torch.where(effects.isnan(), self.effects[name], effects)
 
     def _order(self, done: list[Step]) -> list[Step]:
-        gone = self._list_heads(done)
+        gone = _list_heads(self.layers, done)
         spare = []
         for stack in self.heads.stacks:
             if layers := tuple(name for name in stack if name in self.layers):
@@ -178,15 +159,13 @@ class Search:
             if heads
         ]
 
-    def _list_heads(self, steps: list[Step]) -> Heads:
-        heads: Heads = {name: [] for name in self.layers}
-        for unit in chain(*steps):
-            for name in unit.layers:
-                heads[name] += unit.heads
-        return heads
 
-    def _count(self, name: str) -> int:
-        return int(self.heads.specs[name].num_heads)
+def _list_heads(layers: Iterable[str], steps: Sequence[Step]) -> Heads:
+    heads: Heads = {name: [] for name in layers}
+    for unit in chain(*steps):
+        for name in unit.layers:
+            heads[name] += unit.heads
+    return heads
 
 
 def _effect_of_one_head(unit: Unit) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,10 +14,10 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.importance import ablations, gradients
+from headwise.support.files import parse_json_object, write_whole
 from headwise.support.progress import Progress
 from headwise.surgery.choice import Effects, Heads
 from headwise.surgery.fit import cut_heads
-from headwise.surgery.journal import Journal
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.quality import Quality
@@ -23,28 +25,45 @@ from headwise.surgery.quality import Quality
 By = Literal["ablation", "gradient"]
 
 
-@dataclass(frozen=True, eq=False)
-class HeadEffects:
-    """Measurement of the quality that is lost without a head.
+class Journal:
+    """File of the effects of heads, by what was measured.
 
-    Attributes:
-        heads: the attention modules of the model.
-        names: the recorded name of each attention, by its name in a cut.
-        inputs: a list of inputs.
-        quality: the measure.
-        means: mean outputs (heads, value_dim), by name in a cut: the output of a head that is off.
-            None for zero.
-        progress: called with (stage, steps done, steps in all).
-        journal: keeps effects by ablation for a later run; None for none.
+    A file of another identity, or one that cannot be read, is begun anew.
     """
 
+    def __init__(self, path: Path, identity: str) -> None:
+        self._path, self._identity = path, identity
+        self._entries: dict[str, list[float]] = {}
+        with suppress(OSError, ValueError):
+            values = parse_json_object(path.read_bytes())
+            if values.get("identity") == identity:
+                self._entries = dict(values["effects"])
+
+    def find(self, key: str) -> Tensor | None:
+        """Return the effects of an earlier run, (heads,); None where there are none."""
+        effects = self._entries.get(key)
+        return None if effects is None else torch.tensor(effects, dtype=torch.float64)
+
+    def add(self, key: str, effects: Tensor) -> None:
+        """Keep the effects (heads,) that were measured."""
+        self._entries[key] = effects.tolist()
+        values = {"identity": self._identity, "effects": self._entries}
+        write_whole(self._path, json.dumps(values) + "\n")
+
+
+@dataclass(frozen=True, eq=False)
+class HeadEffects:
+    """Measurement of the quality that is lost without a head."""
+
     heads: ModelHeads
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # the recorded name of each attention, by its name in a cut
     inputs: list[Any]
     quality: Quality
+    # mean outputs (heads, value_dim), by name in a cut: the output of a head that is off. None for
+    # zero.
     means: Mapping[str, Tensor] | None
-    progress: Progress
-    journal: Journal | None = None
+    progress: Progress  # called with (stage, steps done, steps in all)
+    journal: Journal | None = None  # keeps effects by ablation for a later run; None for none
 
     def by_ablation(self, gone: Heads, chosen: Heads) -> Effects:
         """Return the loss of quality without each of the chosen heads, one at a time.

@@ -9,25 +9,19 @@ penalty pulls towards the projection as it was, so that the mean is its limit fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from headwise.errors import OptionError
-from headwise.scanning.call import CapturedCall
-from headwise.scanning.importance import prepare
-from headwise.scanning.record import record_attention
-from headwise.support.progress import Progress, no_progress
-from headwise.support.text import list_some
 from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.models import ModelHeads
+from headwise.surgery.steps import allows
 
 Repair = Literal["zero", "mean", "refit"]
-REPAIRS: tuple[Repair, ...] = ("zero", "mean", "refit")
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the mean square of a channel
 Gone = Mapping[str, Collection[int]]  # numbers of heads, by layer
 
@@ -38,44 +32,12 @@ class Decision:
 
     Errors are those of the layer's output on tokens that the fit did not see, as shares of the
     output's variance. Each half of the sequences was fitted to, and the other one measured.
-
-    Attributes:
-        ridge: that of the refit with the least error; None where the mean is better on one half.
-        mean: the error of the mean.
-        refit: the least error of a refit.
     """
 
+    # that of the refit with the least error; None where the mean is better on one half
     ridge: float | None
-    mean: float
-    refit: float
-
-
-def match_name(heads: ModelHeads, label: str) -> str | None:
-    """Return the name in a cut of an attention that was recorded under a label, None for none."""
-    path = label.partition(" (")[0] + "."
-    fits = [name for name in heads.specs if path.startswith(name) or name.startswith(path)]
-    return max(fits, key=len, default=None)
-
-
-def match_names(heads: ModelHeads, recorded: Iterable[str]) -> dict[str, str]:
-    """Return the recorded name of each attention, by its name in a cut, in the order of a run.
-
-    Raises:
-        OptionError: an attention that runs several times in a pass.
-    """
-    names: dict[str, str] = {}
-    for label in recorded:
-        name = match_name(heads, label)
-        if name is None:
-            continue
-        if name in names:
-            raise OptionError(
-                saw=f"{name.rstrip('.')}, which runs several times in one pass",
-                needed="layers that run once",
-                do="make a Cut of this model by hand: headwise.surgery.ModelHeads(model).whole()",
-            )
-        names[name] = label
-    return names
+    mean: float  # the error of the mean
+    refit: float  # the least error of a refit
 
 
 def cut_heads(
@@ -83,22 +45,18 @@ def cut_heads(
 ) -> Cut:
     """Return the cut of some heads.
 
-    They are zeroed in place of taken out where the layer's function allows no other number.
-
-    Args:
-        heads: the attention modules of the model.
-        gone: the numbers of the heads that go, by layer.
-        means: mean outputs (heads, value_dim), by layer, whose projection goes into the bias; None
-            for zero.
-        zeroed: True to zero the heads in all layers.
+    They are zeroed in place of taken out where the layer's function allows no other number, or in
+    all layers if ``zeroed``. The projection of their ``means`` (heads, value_dim) goes into the
+    bias, or nothing if None.
     """
     layers = {}
     for name, numbers in gone.items():
         if numbers:
             layers[name] = _leave_out(heads, name, numbers, zeroed=zeroed)
             if means is not None:
-                shift = project_means(heads.canonical(name)["wo"], means[name], numbers)
-                layers[name] = layers[name].shift(shift)
+                chosen, wo = sorted(numbers), heads.canonical(name)["wo"]
+                lost = means[name][chosen].double(), wo[chosen].double()
+                layers[name] = layers[name].shift(torch.einsum("hv,hvo->o", *lost))
     return Cut(layers)
 
 
@@ -107,70 +65,11 @@ def _leave_out(
 ) -> LayerCut:
     whole = heads.whole().layers[name]
     taken = whole.drop(gone)
-    try:
-        taken.steps[0].require_function(heads.specs[name])
-    except OptionError:
-        zeroed = True
-    return whole.zero(sorted(gone)) if zeroed else taken
-
-
-def project_means(
-    wo: Float[Tensor, "heads value_dim out_dim"],
-    means: Float[Tensor, "heads value_dim"],
-    gone: Collection[int],
-) -> Float[Tensor, " out_dim"]:
-    """Return the sum of mean @ wo over the heads that are gone, in float64."""
-    chosen = sorted(gone)
-    return torch.einsum("hv,hvo->o", means[chosen].double(), wo[chosen].double())
+    is_allowed = allows(taken.steps[0].require_function, heads.specs[name])
+    return taken if is_allowed and not zeroed else whole.zero(sorted(gone))
 
 
 # ---- the refit -----------------------------------------------------------------------------------
-
-
-class Moments:
-    """Sums of products of all channels of a layer's head outputs, with 1 as the last channel.
-
-    Attributes:
-        sums: (2, channels + 1, channels + 1) in float64: of every second sequence, and of the
-            others. Only real tokens count.
-    """
-
-    def __init__(self) -> None:
-        self.sums: Tensor | float = 0.0
-        self._sequences = 0
-
-    def add(
-        self, call: CapturedCall, outputs: Float[Tensor, "batch heads queries value_dim"]
-    ) -> None:
-        """Add the outputs of one call."""
-        channels = outputs.double().transpose(1, 2).flatten(2)
-        ones = channels.new_ones(*channels.shape[:2], 1)
-        channels = torch.cat([channels, ones], -1)
-        odd = (torch.arange(len(channels)) + self._sequences) % 2 == 1
-        self._sequences += len(channels)
-        sums = []
-        for chosen in (~odd, odd):
-            rows = channels[chosen][call.real_queries[chosen]]
-            sums.append(rows.mT @ rows)
-        self.sums = self.sums + torch.stack(sums)
-
-
-def record_moments(
-    model: nn.Module, inputs: Any, *, progress: Progress = no_progress
-) -> dict[str, Tensor]:
-    """Return the sums of `Moments` for each recorded layer."""
-    model, prepared = prepare(model, inputs)
-    moments: dict[str, Moments] = {}
-
-    def watch(call: CapturedCall) -> None:
-        if call.outputs is not None:
-            moments.setdefault(call.layer, Moments()).add(call, call.outputs)
-
-    with torch.no_grad(), record_attention(model, watch) as recorder:
-        for done, each in enumerate(prepared, start=1):
-            recorder.run(each)
-            progress("products of head outputs", done, len(prepared))
-    return {name: torch.as_tensor(each.sums) for name, each in moments.items()}
 
 
 def fit_projection(
@@ -183,13 +82,8 @@ def fit_projection(
 
     With the centred products C of the channels K that stay and G that go, the change D of the
     projection solves (C_KK + r I) D = C_KG wo_G, where r is ``ridge`` times the mean diagonal of
-    C_KK. An infinite ridge gives D = 0: the mean alone.
-
-    Args:
-        sums: those of `Moments`, of one half or of both together.
-        wo: the original projection.
-        kept: numbers of the heads that stay.
-        ridge: relative to the mean square of a channel.
+    C_KK. An infinite ridge gives D = 0: the mean alone. ``sums`` are those of `record_moments`, of
+    one half or of both together.
 
     Returns:
         The projection, with 0 for heads that are gone, and what is added to the bias.
@@ -250,10 +144,7 @@ def refit_heads(
 ) -> tuple[Cut, dict[str, Decision]]:
     """Return the cut of some heads with a fitted projection where held-out tokens agree.
 
-    Args:
-        heads: the attention modules of the model.
-        gone: the numbers of the heads that go, by layer.
-        sums: those of `record_moments`, by the layers' names in the cut.
+    ``sums`` are those of `record_moments`, by the layers' names in the cut.
     """
     layers, decisions = {}, {}
     for name, numbers in gone.items():
@@ -272,11 +163,3 @@ def refit_heads(
             left = layer.origins.query
             layers[name] = layer.refit(fitted[list(left)], bias)
     return Cut(layers), decisions
-
-
-def require_repair(repair: str) -> None:
-    """Raise OptionError for another repair."""
-    if repair not in REPAIRS:
-        raise OptionError(
-            saw=f"repair={repair!r}", needed=f"one of {list_some(REPAIRS)}", do='repair="mean"'
-        )

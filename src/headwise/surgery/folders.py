@@ -7,32 +7,28 @@ A folder is written in one of three forms. "plain": plain transformers loads the
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from headwise.checkpoints import safetensors
 from headwise.checkpoints.config import read_config
-from headwise.checkpoints.conversion import FREE_SPACE, NEEDED
+from headwise.checkpoints.conversion import write_target
 from headwise.checkpoints.places import Place, find_places
-from headwise.checkpoints.plan import OutputFile, OutputPlan, plan_output, require_usable_target
+from headwise.checkpoints.plan import OutputPlan, WritePlan, plan_output, require_usable_target
 from headwise.checkpoints.source import (
     FOREIGN,
     INDEX,
     SAFETENSORS,
     TORCH,
     CheckpointSource,
-    explained_os_errors,
     open_source,
     require_inside,
 )
-from headwise.checkpoints.staging import PartialFile, StagingDir, write_synced
 from headwise.checkpoints.transformers import (
     ADAPTER,
     CONFIG,
@@ -48,8 +44,7 @@ from headwise.scanning import labels
 from headwise.scanning.labels import FORM, RECORD
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import human_bytes, list_some
-from headwise.surgery.cut import Cut, LayerCut
-from headwise.surgery.full import full_size
+from headwise.surgery.cut import Cut, LayerCut, full_size
 from headwise.surgery.models import HeadPlaces, ModelHeads, pack, resize
 from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
 from headwise.surgery.steps import Merge
@@ -76,10 +71,6 @@ class StoredHeads:
         files = find_places(self.source.headers, self.config)
         self.places = _pair_places(folder, self.heads, files)
 
-    def whole(self) -> Cut:
-        """Return the cut of all layers that does nothing yet."""
-        return self.heads.whole()
-
     def cut(self, name: str, layer: LayerCut) -> State:
         """Return the canonical tensors of an attention after its cut."""
         return layer.apply(self.places[name].read(self.source), self.heads.specs[name])
@@ -98,14 +89,19 @@ class StoredHeads:
 
 @dataclass(frozen=True)
 class CutStep(ConversionStep):
-    """One tensor of an attention that is cut."""
+    """One tensor of an attention that is cut, out of all that ``make`` returns."""
 
-    attention: str = ""
+    make: Callable[[], State] = dict
 
     @property
     def is_copy(self) -> bool:
         """False: the tensor is computed."""
         return False
+
+    def convert(self, stored: Mapping[str, Tensor]) -> State:  # noqa: ARG002 - of all tensors
+        """Return the tensor."""
+        made = self.make()
+        return {name: made[name] for name in self.outputs}
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +125,7 @@ class FolderPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the cut model."""
-        return sum(file.size - len(file.head) for file in self.output.files)
+        return self.output.nbytes
 
     @property
     def nbytes_before(self) -> int:
@@ -155,7 +151,7 @@ class FolderPlan:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of an attention, by their names in the file."""
         stored = self.stored
-        layer = self.cut.layers.get(name) or stored.whole().layers[name]
+        layer = self.cut.layers.get(name) or stored.heads.whole().layers[name]
         state = add_biases(stored.cut(name, layer), self.config.biases.get(name, ()))
         return pack(stored.places[name], state, stored.places[name].sizes(stored.source.headers))
 
@@ -179,19 +175,15 @@ def plan_folder(cut: Cut, source: str | Path, *, form: Form = "plain") -> Folder
         )
     stored = StoredHeads(Path(source))
     fitted = stored.fit(full_size(cut) if form == "full" else cut)
-    shapes = {
-        name: {tensor: tuple(x.shape) for tensor, x in stored.cut(name, layer).items()}
-        for name, layer in fitted
-    }
+    states = ((name, stored.cut(name, layer)) for name, layer in fitted)
     config = PlainConfig(stored.config)
     if form != "headwise":
-        config = find_plain_config(stored.heads, shapes, stored.config)
+        config = find_plain_config(stored.heads, states, stored.config)
         if config.obstacle:
             raise _no_plain_form(config.obstacle, cut, form)
     bare = FolderPlan(stored, fitted, form, config, OutputPlan((), None))
-    steps = list(_plan_steps(bare))
-    output = plan_output(stored.source, steps, {FORM: form})
-    return replace(bare, output=output)
+    output = plan_output(stored.source, _plan_steps(bare), {FORM: form})
+    return replace(bare, output=replace(output, beside=_plan_beside(bare)))
 
 
 def _no_plain_form(obstacle: str, cut: Cut, form: Form) -> OptionError:
@@ -218,11 +210,31 @@ def _plan_steps(plan: FolderPlan) -> Iterator[ConversionStep]:
     for name in headers:
         if name not in inside:
             yield make_copy_step(name, name, headers[name])
+    tensors = lru_cache(maxsize=1)(plan.tensors)  # one attention at a time
     for attention in changed:
         first = min(stored.places[attention].module.tensors)
-        for name, tensor in plan.tensors(attention).items():
+        for name, tensor in tensors(attention).items():
             inputs = (name if name in headers else first,)
-            yield CutStep(inputs, {name: tuple(tensor.shape)}, attention=attention)
+            shapes = {name: tuple(tensor.shape)}
+            yield CutStep(inputs, shapes, make=partial(tensors, attention))
+
+
+def _plan_beside(plan: FolderPlan) -> dict[str, Path | str]:
+    """Return the files that hold no weights, such as those of the tokenizer, and the cut."""
+    folder, states = plan.stored.folder, plan.stored.source.states
+    beside: dict[str, Path | str] = {}
+    for path in sorted(folder.rglob("*")):
+        inner = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in inner.parts)
+        has_weights = path in states or path.name.endswith(WEIGHTS)
+        if path.is_file() and not (is_hidden or has_weights):
+            require_inside(path, folder)
+            beside[str(inner)] = path
+    if plan.config.changes:
+        beside[CONFIG] = json.dumps(plan.config.values, indent=2) + "\n"
+    earlier = folder / RECORD
+    cut = Cut.load(earlier).then(plan.cut) if earlier.is_file() else plan.cut
+    return beside | {RECORD: cut.to_json()}
 
 
 @dataclass(frozen=True)
@@ -271,79 +283,11 @@ def write(
             disk space, or a source that changes meanwhile.
     """
     plan = plan_folder(cut, source, form=form)
-    stored = plan.stored
-    target = require_usable_target(stored.source, Path(target), "safetensors")
-    beside = list(_files_beside(stored.folder, stored.source))
-    size = plan.output.peak_size + sum(path.stat().st_size for path in beside)
-    with (
-        explained_os_errors(target.parent, problem="", needed=NEEDED, do=FREE_SPACE),
-        StagingDir(target, size) as staging,
-    ):
-        staging.begin(_identify(plan))
-        done = 0
-        for file in plan.output.files:
-            done = _write_file(plan, file, staging, done, progress)
-        _write_beside(plan, beside, staging.files_path)
-        stored.source.require_unchanged()
-        staging.finish(staging.files_path)
+    stored, output = plan.stored.source, plan.output
+    target = require_usable_target(stored, Path(target), "safetensors")
+    options = form, plan.config.values, output.beside
+    write_target(WritePlan(stored, target, output, options), progress)
     return Written(target, form, plan.config.changes, plan.nbytes, plan.nbytes_before)
-
-
-def _write_file(
-    plan: FolderPlan, file: OutputFile, staging: StagingDir, done: int, progress: Progress
-) -> int:
-    """Write a file of tensors; return the bytes of tensors done so far."""
-    headers, before = plan.stored.source.headers, ("", dict[str, Tensor]())
-    part = PartialFile(staging.path / f"{file.name}.part")
-    try:
-        part.write(file.head)
-        for step in file.steps:
-            start, [name] = part.size, step.outputs
-            if isinstance(step, CutStep):
-                if before[0] != step.attention:
-                    before = step.attention, plan.tensors(step.attention)
-                part.write(safetensors.tensor_bytes(before[1][name]))
-            elif (stored := headers[name]).offset is not None:
-                part.append_range(stored.file, stored.offset, stored.nbytes)
-            else:
-                part.write(safetensors.tensor_bytes(plan.stored.source[name]))
-            done += part.size - start
-            progress(file.name, done, plan.nbytes)
-        staging.finish_file(part, verify=False)
-    finally:
-        part.close()
-    return done
-
-
-def _write_beside(plan: FolderPlan, beside: list[Path], folder: Path) -> None:
-    stored = plan.stored
-    for path in beside:
-        made = folder / path.relative_to(stored.folder)
-        made.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, made)
-    if plan.output.index is not None:
-        write_synced(folder / plan.output.index[0], plan.output.index[1])
-    if plan.config.changes:
-        text = json.dumps(plan.config.values, indent=2) + "\n"
-        write_synced(folder / CONFIG, text)
-    earlier = stored.folder / RECORD
-    cut = Cut.load(earlier).then(plan.cut) if earlier.is_file() else plan.cut
-    write_synced(folder / RECORD, cut.to_json())
-
-
-def _identify(plan: FolderPlan) -> str:
-    parts = (plan.stored.source.source_digest(), plan.form, plan.cut.to_json())
-    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _files_beside(folder: Path, source: CheckpointSource) -> Iterator[Path]:
-    """Yield the files of a folder that hold no weights, such as those of its tokenizer."""
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        is_small = path.is_file() and not path.name.endswith(WEIGHTS)
-        if is_small and not hidden and path not in source.states:
-            require_inside(path, folder)
-            yield path
 
 
 def load(folder: str | Path) -> Any:

@@ -16,13 +16,11 @@ together, F_j = U_j^H W_j and B_j = W_j^-1 U_j.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.errors import OptionError
-from headwise.support.text import describe_value, list_some
 from headwise.surgery.channels import Channels
 
 How = Literal["fitted", "aligned", "mean"]
@@ -114,13 +112,3 @@ def _fitted(group: Group) -> Maps:
 
 
 WAYS: dict[How, Callable[[Group], Maps]] = {"mean": _mean, "aligned": _aligned, "fitted": _fitted}
-
-
-def require_how(how: str) -> None:
-    """Raise OptionError for another way to merge."""
-    if how not in get_args(How):
-        raise OptionError(
-            saw=f"merge={describe_value(how)}",
-            needed=f"one of {list_some(get_args(How))}",
-            do='merge="fitted"',
-        )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.function.spec import AttentionSpec
 from headwise.surgery.channels import (
     Channels,
-    InputProducts,
     has_place_for_means,
     key_channels,
     mean_values,
@@ -21,27 +20,58 @@ from headwise.surgery.channels import (
     value_channels,
 )
 from headwise.surgery.cut import Cut, LayerCut
-from headwise.surgery.groups import Groups, group_alike, neighbours
 from headwise.surgery.maps import How, Maps, cost, fit, select
 from headwise.surgery.models import ModelHeads
-from headwise.surgery.steps import require_free_keys, require_free_values
+from headwise.surgery.moments import InputProducts
+from headwise.surgery.steps import allows, require_free_keys, require_free_values
+
+Groups = list[list[int]]
+
+
+def neighbours(total: int, count: int) -> Groups:
+    """Return groups of ``count`` heads that follow each other."""
+    return [[*range(start, start + count)] for start in range(0, total, count)]
+
+
+def group_alike(costs: Float[Tensor, "heads heads"], count: int) -> Groups:
+    """Return groups of ``count`` heads with a small sum of the costs of all pairs inside them.
+
+    Beginning with neighbours, the exchange of two heads that saves most is made until none saves
+    anything. Heads of a group are in order, and groups by their first head.
+    """
+    table: list[list[float]] = costs.tolist()
+    groups = neighbours(len(table), count)
+
+    def cost_beside(head: int, others: Iterable[int]) -> float:
+        return sum(table[head][other] for other in others)
+
+    def saving(i: int, j: int, a: int, b: int) -> float:
+        ours, theirs = [x for x in groups[i] if x != a], [x for x in groups[j] if x != b]
+        before = cost_beside(a, ours) + cost_beside(b, theirs)
+        return before - cost_beside(b, ours) - cost_beside(a, theirs)
+
+    least = torch.finfo(costs.dtype).eps * float(costs.abs().sum())  # what rounding can save
+    while True:
+        swaps = (
+            (saving(i, j, a, b), i, j, a, b)
+            for i, j in combinations(range(len(groups)), 2)
+            for a, b in product(groups[i], groups[j])
+        )
+        best, i, j, a, b = max(swaps, default=(0.0, 0, 0, 0, 0))
+        if not best > least:
+            return sorted(sorted(group) for group in groups)
+        groups[i] = [b if x == a else x for x in groups[i]]
+        groups[j] = [a if x == b else x for x in groups[j]]
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Merge of the kv heads of one layer.
+    """Merge of the kv heads of one layer."""
 
-    Attributes:
-        kv_heads: their number before.
-        groups: numbers of the kv heads that become one.
-        keys: the cost of what is lost of the keys, as a share of that of losing all of them.
-        values: the same of the values.
-    """
-
-    kv_heads: int
-    groups: Groups
-    keys: float
-    values: float
+    kv_heads: int  # their number before
+    groups: Groups  # numbers of the kv heads that become one
+    keys: float  # the cost of what is lost of the keys, as a share of that of losing all of them
+    values: float  # the same of the values
 
 
 def merge_heads(
@@ -54,12 +84,7 @@ def merge_heads(
 ) -> tuple[Cut, dict[str, Merged]]:
     """Return the cut to fewer kv heads in each layer, and what each layer loses.
 
-    Args:
-        heads: the attention modules of the model.
-        products: those of the inputs of each layer; see `headwise.surgery.channels`.
-        kv_heads: a divisor of the number of each layer.
-        how: "fitted", "aligned" or "mean"; see `headwise.surgery.maps`.
-        alike: True to merge those that lose least together; False for neighbours.
+    With ``alike`` those are merged that lose least together, else neighbours.
 
     Raises:
         OptionError: another number, or a layer without products.
@@ -95,8 +120,8 @@ class _Layer:
         self.values = value_channels(self.state, products)
         self.means = mean_values(self.state, products)
         self.hows: tuple[How, How] = (
-            how if _is_allowed(require_free_keys, self.spec) else "mean",
-            how if _is_allowed(require_free_values, self.spec) else "mean",
+            how if allows(require_free_keys, self.spec) else "mean",
+            how if allows(require_free_values, self.spec) else "mean",
         )
         self.shares_order = any(name in stack and len(stack) > 1 for stack in heads.stacks)
 
@@ -107,7 +132,8 @@ class _Layer:
     def group_alike(self) -> Groups:
         """Return the groups that lose least, or neighbours where heads cannot change places."""
         total = self.whole.num_kv_heads
-        if self.shares_order or not self._may_move([*reversed(range(total))]):
+        moved = self.whole.keep(self._heads_of([*reversed(range(total))]))
+        if self.shares_order or not allows(moved.steps[0].require_function, self.spec):
             return self.neighbours
         pairs = torch.tensor([*combinations(range(total), 2)])
         lost = sum(share for share, _ in self._fit_all(pairs))
@@ -154,18 +180,6 @@ class _Layer:
     def _heads_of(self, kv_heads: list[int]) -> list[int]:
         group = self.whole.origins.group
         return [kv * group + head for kv in kv_heads for head in range(group)]
-
-    def _may_move(self, order: list[int]) -> bool:
-        moved = self.whole.keep(self._heads_of(order))
-        return _is_allowed(moved.steps[0].require_function, self.spec)
-
-
-def _is_allowed(require: Callable[[AttentionSpec], None], spec: AttentionSpec) -> bool:
-    try:
-        require(spec)
-    except OptionError:
-        return False
-    return True
 
 
 def _as_step(

@@ -18,7 +18,6 @@ from headwise.layouts import registry
 from headwise.scanning.call import ORIGINAL, OriginalHeads
 from headwise.support.text import list_some
 from headwise.surgery.cut import Cut, LayerCut
-from headwise.surgery.layers import label_heads
 
 Counts = tuple[int, int, int]  # heads, kv heads, head_dim
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_key_value_groups")
@@ -55,11 +54,11 @@ class HeadPlaces:
                 "lists the layouts",
             )
         self.places = {place.name: place for place in places}
-        self.specs = {name: self._read_spec(place) for name, place in self.places.items()}
-
-    def _read_spec(self, place: Place) -> AttentionSpec:
         with next(iter(self.state.values())).device:
-            return place.layer(self.state, window=None).spec
+            self.specs: Mapping[str, AttentionSpec] = {
+                name: place.layer(self.state, window=None).spec
+                for name, place in self.places.items()
+            }
 
     def whole(self) -> Cut:
         """Return the cut of all layers that does nothing yet."""
@@ -189,10 +188,20 @@ def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, 
     for name, tensor in changed.items():
         put_tensor(model, name, tensor)
     for name, layer in cut:
-        before = counts_of(heads.specs[name])
-        left = layer.origins
-        set_counts(model, heads.places[name], before, (len(left.query), len(left.kv), before[2]))
+        before, left = counts_of(heads.specs[name]), layer.origins
+        old, new = stated_counts(*before), stated_counts(len(left.query), len(left.kv), before[2])
+        for module in modules_of(model, heads.places[name]):
+            for attribute in [a for a, n in old.items() if vars(module).get(a) == n]:
+                setattr(module, attribute, new[attribute])
         label_heads(model.get_submodule(name.rstrip(".")), layer)
+
+
+def label_heads(module: nn.Module, cut: LayerCut) -> None:
+    """Let a module state the original numbers of its heads, which a scan takes as labels."""
+    whole = OriginalHeads(cut.num_heads, tuple(range(cut.num_heads)))
+    before: OriginalHeads = vars(module).get(ORIGINAL, whole)
+    left = tuple(before.numbers[head] for head in cut.origins.query)
+    vars(module)[ORIGINAL] = OriginalHeads(before.total, left)
 
 
 def counts_of(spec: AttentionSpec) -> Counts:
@@ -238,15 +247,6 @@ def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
         owner.num_embeddings, owner.embedding_dim = rows, columns
     elif hasattr(owner, "nf"):  # Conv1D of transformers, (in, out)
         owner.nx, owner.nf = rows, columns
-
-
-def set_counts(model: nn.Module, place: Place, before: Counts, after: Counts) -> None:
-    """Set the numbers of heads that the modules of one attention state."""
-    old, new = stated_counts(*before), stated_counts(*after)
-    for module in modules_of(model, place):
-        for name, count in old.items():
-            if vars(module).get(name) == count:
-                setattr(module, name, new[name])
 
 
 def modules_of(model: nn.Module, place: Place) -> Iterable[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,35 +24,26 @@ BIAS_FLAG = "attention_bias"
 
 @dataclass(frozen=True)
 class PlainConfig:
-    """Config of a cut model, and the reason why the model's class does not hold the cut.
+    """Config of a cut model, and the reason why the model's class does not hold the cut."""
 
-    Attributes:
-        values: config.json with the fields of the cut model.
-        changes: field -> its value before and after; None for none before.
-        biases: name of an attention -> biases of zeros that its class adds.
-        obstacle: the first difference, "" where plain transformers loads the model.
-    """
-
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # config.json with the fields of the cut model
+    # field -> its value before and after; None for none before
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    # name of an attention -> biases of zeros that its class adds
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    obstacle: str = ""
+    obstacle: str = ""  # the first difference, "" where plain transformers loads the model
 
 
 def find_plain_config(
-    heads: HeadPlaces, cut: Mapping[str, Shapes], stored: Mapping[str, Any] | None = None
+    heads: HeadPlaces, states: Iterable[tuple[str, State]], stored: Mapping[str, Any] | None = None
 ) -> PlainConfig:
     """Return the config by which the model's class builds the sizes of a cut model.
 
-    The class is built on the meta device, and every shape is compared.
-
-    Args:
-        heads: those of the model before the cut.
-        cut: name of an attention -> shapes of its canonical tensors after the cut; other
-            attentions stay.
-        stored: the config as its file has it; that of the model if None.
+    The class is built on the meta device, and every shape is compared. ``states`` are the canonical
+    tensors after the cut by the names of attentions; ``stored`` is the config as its file has it.
     """
     config = dict(heads.config if stored is None else stored)
+    cut = {name: {t: tuple(x.shape) for t, x in state.items()} for name, state in states}
     after = {name: (s["wq"][0], s["wk"][0], s["wq"][1]) for name, s in cut.items()}
     edited, obstacle = _edit_counts(config, heads, after)
     if any("bo" in shapes and "bo" not in shapes_of(heads, name) for name, shapes in cut.items()):
@@ -65,7 +56,7 @@ def find_plain_config(
     stated = ", ".join(f"{name} {value}" for name, (_, value) in changes.items())
     words = type(heads.model).__name__ + (f" with {stated}" if stated else "")
     try:
-        built = build_empty(heads.model, edited)
+        built = _build_empty(heads.model, edited)
     except list_load_errors() as error:
         reason = " ".join(str(error).split())[:200]
         return PlainConfig(edited, changes, obstacle=f"{words}: {reason}")
@@ -79,13 +70,9 @@ def find_plain_config(
     return PlainConfig(edited, changes, biases, obstacle)
 
 
-def build_empty(model: nn.Module, config: Mapping[str, Any]) -> Any:
-    """Return a model of the same class with another config, on the meta device."""
-    kind: Any = type(model)
-    before: Any = model.config
-    values = type(before).from_dict(dict(config))
+def _build_empty(model: Any, config: Mapping[str, Any]) -> Any:
     with torch.device("meta"):
-        return kind(values)
+        return type(model)(type(model.config).from_dict(dict(config)))
 
 
 def shapes_of(heads: HeadPlaces, name: str) -> dict[str, tuple[int, ...]]:

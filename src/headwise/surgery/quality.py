@@ -1,12 +1,15 @@
-"""Quality of a model on data: one number for each sequence, higher is better."""
+"""Quality of a model on data, one number for each sequence, and its change by a cut."""
 
 from __future__ import annotations
 
+import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -23,33 +26,106 @@ from headwise.scanning.importance import (
     next_token,
     prepare,
 )
-from headwise.scanning.inputs import call_model_on_input, list_inputs, token_ids
+from headwise.scanning.inputs import ModelInput, call_model_on_input, list_inputs, token_ids
 from headwise.scanning.record import record_attention
-from headwise.support.text import describe_value
+from headwise.support.text import describe_count, describe_value
 from headwise.support.tracing import evaluation_mode
 
 # (output of the model, its input) -> (batch,), higher is better
 Measure = Callable[[Any, Any], Tensor]
-
 RESAMPLES = 1000  # of the bootstrap
+MOST_LAYERS = 10  # lines of a table
+ANOTHER_PART = "give other data: held_out=..., or more inputs"
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Inputs to choose and fit on, and inputs to measure on."""
+
+    fit: list[Any]  # a list of inputs, as for `headwise.scanning.importance.ablations`
+    held_out: list[Any]  # a list of other inputs
+    note: str  # the origin of the held-out inputs, as a sentence
+
+    @classmethod
+    def of(cls, inputs: Any, held_out: Any = None) -> Data:
+        """Return the two parts; without ``held_out`` they are halves of the inputs.
+
+        Several inputs are dealt out in turns. The sequences of a single one are halved.
+
+        Raises:
+            OptionError: a sequence is in both parts, or there is a single one.
+        """
+        given = [each.original for each in list_inputs(inputs)]
+        if held_out is not None:
+            others = [each.original for each in list_inputs(held_out)]
+            data = cls(given, others, "the held-out inputs, which nothing was fitted to")
+        elif len(given) > 1:
+            data = cls(given[::2], given[1::2], "every second input held out")
+        else:
+            data = cls(*_halve(given[0]), "the second half of the sequences held out")
+        marks = {mark for value in data.fit for mark in _marks(value)}
+        shared = sum(mark in marks for value in data.held_out for mark in _marks(value))
+        if shared:
+            raise OptionError(
+                saw=f"{describe_count(shared, 'held-out sequence')} that the cut is fitted to, too",
+                needed="other sequences to measure on than to fit to",
+                do="leave each sequence out of one of the two, or give each once",
+            )
+        return data
+
+
+def _halve(value: Any) -> tuple[list[Any], list[Any]]:
+    main = _main_tensor(list_inputs(value)[0])
+    count = 0 if main is None else len(main)
+    if count < 2:
+        raise OptionError(
+            saw="one sequence, of which no half can be held out",
+            needed="at least two sequences: to fit to, and to measure on",
+            do=ANOTHER_PART,
+        )
+    halves = slice(0, count // 2), slice(count // 2, None)
+    first, second = ([_rows(value, half, count)] for half in halves)
+    return first, second
+
+
+def _rows(value: Any, rows: slice, count: int) -> Any:
+    """Return these sequences of an input: of every tensor as long as its batch."""
+    if isinstance(value, Mapping):
+        return {name: _rows(part, rows, count) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_rows(part, rows, count) for part in value)
+    return value[rows] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
+
+
+def _main_tensor(given: ModelInput) -> Tensor | None:
+    parts = (*given.positional, *given.named.values())
+    first = next((part for part in parts if isinstance(part, Tensor) and part.dim() > 1), None)
+    ids = token_ids(given)
+    return first if ids is None else ids
+
+
+def _marks(value: Any) -> Iterator[bytes]:
+    """Yield a digest of each sequence, without the padding that ``attention_mask`` names."""
+    given = list_inputs(value)[0]
+    main, mask = _main_tensor(given), given.named.get("attention_mask")
+    if main is None:
+        return
+    for number, row in enumerate(main):
+        if isinstance(mask, Tensor) and mask.shape == main.shape:
+            row = row[mask[number].bool()]
+        yield sha256(row.detach().cpu().contiguous().numpy().tobytes()).digest()
 
 
 @dataclass(frozen=True, eq=False)
 class Quality:
-    """Measure of a model on data.
+    """Measure of a model on data."""
 
-    Attributes:
-        title: its name and unit.
-        measure: (output, input) -> (batch,).
-        is_likeness: True if the original model has the highest value by definition. There its
-            gradient is 0.
-        guess: the value of a model that gives all tokens the same probability, minus the logarithm
-            of their number; None where it is not the loss of the next token.
-    """
-
-    title: str
-    measure: Measure
+    title: str  # its name and unit
+    measure: Measure  # (output, input) -> (batch,)
+    # True if the original model has the highest value by definition. There its gradient is 0.
     is_likeness: bool = False
+    # the value of a model that gives all tokens the same probability, minus the logarithm of their
+    # number; None where it is not the loss of the next token
     guess: float | None = None
 
     @classmethod
@@ -63,10 +139,7 @@ class Quality:
         * Other models: the cosine similarity of the first output, as one vector without its
           padding, to that of the original model.
 
-        Args:
-            model: the original model.
-            inputs: all inputs that the measure is for.
-            measure: (output, input) -> (batch,), higher is better.
+        ``inputs`` are all that the measure is for.
         """
         if measure is not None:
             return cls("the given measure", measure)
@@ -157,12 +230,10 @@ class _Likeness:
         # Inputs are kept beside their vectors, so that no other input gets the same id.
         self._expected: dict[int, tuple[Any, Tensor]] = {}
         self.what = ""
-        model, prepared = prepare(model, list(inputs))
-        with torch.no_grad(), evaluation_mode(model):
-            for each in prepared:
-                output = call_model_on_input(model, each)
-                self.what, vectors = _vectors(output, each.original)
-                self._expected[id(each.original)] = each.original, vectors
+        with torch.no_grad():
+            for output, given in _run(model, inputs):
+                self.what, vectors = _vectors(output, given)
+                self._expected[id(given)] = given, vectors
 
     def __call__(self, output: Any, given: Any) -> Tensor:
         vectors = _vectors(output, given)[1]
@@ -210,3 +281,72 @@ def interval(values: Float[Tensor, " sequences"], *, seed: int = 0) -> tuple[flo
     means = values.double()[drawn].mean(-1)
     low, high = means.quantile(means.new_tensor([0.025, 0.975])).tolist()
     return low, high
+
+
+class Measured(ABC):
+    """Quality of each held-out sequence before and after a cut, (sequences,).
+
+    ``moved`` is the norm of the change of the outputs over their norm; see `Quality.change`.
+    """
+
+    before: Tensor
+    after: Tensor
+    moved: float
+
+    @property
+    def change(self) -> tuple[float, float, float]:
+        """The mean change of quality, and its 95 % bootstrap interval over sequences."""
+        difference = self.after - self.before
+        return (float(difference.mean()), *interval(difference))
+
+    def quality_lines(self, quality: Quality, data: Data) -> list[str]:
+        """Return the measure, the data, and the quality before and after, in lines."""
+        change, low, high = self.change
+        moved = "" if math.isnan(self.moved) else f"; outputs moved by {self.moved:.1%}"
+        return [
+            f"quality: {quality.title}{self.describe_guess(quality)}",
+            f"on {len(self.after)} sequences; {data.note}",
+            f"{float(self.before.mean()):.4f} before, {float(self.after.mean()):.4f} after: "
+            f"{change:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}{moved}",
+        ]
+
+    def describe_guess(self, quality: Quality) -> str:
+        """Return words for a model that is no better than guessing before the cut, else ""."""
+        if quality.guess is None or interval(self.before)[0] > quality.guess:
+            return ""
+        return f"; before no better than guessing, {quality.guess:.4f}"
+
+    def quality_values(self, quality: Quality, data: Data) -> dict[str, Any]:
+        """Return the same numbers by name."""
+        change, low, high = self.change
+        return {
+            "measure": quality.title,
+            "sequences": len(self.after),
+            "held_out": data.note,
+            "before": float(self.before.mean()),
+            "after": float(self.after.mean()),
+            "change": {"mean": change, "low": low, "high": high},
+            "moved": None if math.isnan(self.moved) else self.moved,
+            "guess": quality.guess,
+        }
+
+    @abstractmethod
+    def values(self) -> dict[str, Any]:
+        """Return all numbers of the report by name."""
+
+    def to_json(self) -> str:
+        """Return all numbers of the report as JSON; the cut has a file of its own."""
+        return json.dumps(self.values(), indent=1) + "\n"
+
+
+def layer_lines(words: Mapping[str, str]) -> list[str]:
+    """Return a line for each layer by its name; the last one counts those beyond `MOST_LAYERS`."""
+    width = max(map(len, words))
+    lines = [f"{name:{width}}  {text}" for name, text in words.items()]
+    more = len(lines) - MOST_LAYERS
+    return [*lines[:MOST_LAYERS], f"and {more} more layers"] if more > 0 else lines
+
+
+def mark(number: int, *, is_chosen: bool) -> str:
+    """Return a number of heads on a printed curve, with a star where it is the chosen one."""
+    return f"*{number}" if is_chosen else str(number)

@@ -7,7 +7,7 @@ A step is an index map of the heads (`Take`), or a small linear map (`Merge`, `B
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -23,21 +23,18 @@ from headwise.support.text import list_some
 # numbers rounded once. "no": outputs are others.
 Equality = Literal["indices", "rounding", "no"]
 KV_TENSORS = tuple(name for name, axes in AXES.items() if axes[0] == "kv_heads")
-KEYS, VALUES = ("wk", "bk", "extra_k"), ("wv", "bv", "extra_v")  # whose channels a map changes
+# tensors whose channels a map changes, beside wo
+KEYS, QUERIES, VALUES = ("wk", "bk", "extra_k"), ("wq", "bq"), ("wv", "bv", "extra_v")
 
 
 @dataclass(frozen=True)
 class Origins:
-    """The original heads that the heads of a layer are made of.
+    """The original heads that the heads of a layer are made of."""
 
-    Attributes:
-        query: for each head, its original number.
-        kv: for each kv head, the original kv heads that it is, or is the mean of.
-        off: original numbers of heads that are still there, and whose output is zero.
-    """
-
-    query: tuple[int, ...]
+    query: tuple[int, ...]  # for each head, its original number
+    # for each kv head, the original kv heads that it is, or is the mean of
     kv: tuple[tuple[int, ...], ...]
+    # original numbers of heads that are still there, and whose output is zero
     off: frozenset[int] = frozenset()
 
     @classmethod
@@ -56,9 +53,9 @@ class Step(ABC):
 
     kind: ClassVar[str]  # its name in a file
 
-    @abstractmethod
     def follow(self, origins: Origins) -> Origins:
         """Return the heads after this step; raise where it does not fit those before."""
+        return origins
 
     @abstractmethod
     def apply(self, state: State) -> State:
@@ -68,9 +65,9 @@ class Step(ABC):
         """Raise OptionError where the function of a layer does not allow this step."""
 
     @property
-    @abstractmethod
     def equality(self) -> Equality:
-        """Degree to which the layer's outputs stay equal."""
+        """Degree to which the layer's outputs stay equal: many steps change them."""
+        return "no"
 
 
 @dataclass(frozen=True)
@@ -78,22 +75,18 @@ class Take(Step):
     """Index map: head i becomes the head ``heads[i]``, and kv head j the one at ``kv_heads[j]``.
 
     Origins that are not named are gone. A kv head may be named several times: its copies.
-
-    Attributes:
-        total: the number of heads before.
-        heads, kv_heads: their numbers before.
-        are_zero: True if the outputs of all heads that are gone are zero. That is checked.
     """
 
     kind: ClassVar[str] = "take"
-    total: int
+    total: int  # the number of heads before
+    # their numbers before
     heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
+    # True if the outputs of all heads that are gone are zero. That is checked.
     are_zero: bool = False
 
     @property
     def equality(self) -> Equality:
-        """Nothing but places changes where no head is gone that had an output."""
         return "indices" if self.are_zero or len(self.heads) == self.total else "no"
 
     @property
@@ -102,7 +95,6 @@ class Take(Step):
         return sorted({*range(self.total)} - {*self.heads})
 
     def follow(self, origins: Origins) -> Origins:
-        """Return the heads at these places."""
         require_numbers(self.heads, len(origins.query), "heads")
         for number in self.kv_heads:
             _require_range(number, len(origins.kv), "kv_heads")
@@ -110,7 +102,6 @@ class Take(Step):
         return Origins(query, tuple(origins.kv[j] for j in self.kv_heads), origins.off & {*query})
 
     def apply(self, state: State) -> State:
-        """Return the tensors at these places; an index map changes no bit."""
         self._require_equal_copies(state)
         if self.are_zero and bool(state["wo"][self.gone].any()):
             gone = list_some([str(number) for number in self.gone])
@@ -137,7 +128,6 @@ class Take(Step):
                 )
 
     def require_function(self, spec: AttentionSpec) -> None:
-        """Raise where something counts the heads, or norms all of them together."""
         if len(self.heads) < self.total or len({*self.kv_heads}) < len(self.kv_heads):
             _require_own_channels(self, spec)
         if isinstance(spec.score_bias, AlibiRule) and self.heads != tuple(range(self.total)):
@@ -161,17 +151,14 @@ class Merge(Step):
     that read j. Without maps a new kv head is the mean, as in GQA (arXiv:2305.13245), section 2.1.
     `headwise.surgery.maps` fits maps to data. With a rotation, those of keys and queries keep its
     planes; see `require_rotary_planes`.
-
-    Attributes:
-        count: the number of kv heads in a run.
-        key, query: (kv_heads, head_dim, head_dim) before the merge; None for the mean.
-        value, output: (kv_heads, value_dim, value_dim) before the merge; None for the mean.
     """
 
     kind: ClassVar[str] = "merge"
-    count: int
+    count: int  # the number of kv heads in a run
+    # (kv_heads, head_dim, head_dim) before the merge; None for the mean
     key: Tensor | None = None
     query: Tensor | None = None
+    # (kv_heads, value_dim, value_dim) before the merge; None for the mean
     value: Tensor | None = None
     output: Tensor | None = None
 
@@ -182,11 +169,9 @@ class Merge(Step):
 
     @property
     def equality(self) -> Equality:
-        """Outputs change, unless the merged kv heads are equal."""
         return "indices" if self.count == 1 and not self.has_maps else "no"
 
     def follow(self, origins: Origins) -> Origins:
-        """Return the heads with merged kv heads."""
         if self.count < 1 or len(origins.kv) % self.count:
             raise OptionError(
                 saw=f"{len(origins.kv)} kv heads, merged {self.count} at a time",
@@ -208,19 +193,14 @@ class Merge(Step):
         return replace(origins, kv=merged)
 
     def apply(self, state: State) -> State:
-        """Return the tensors with merged kv heads, computed in float64 and rounded once."""
-        merged = _map_heads(state, self.query, ("wq", "bq"))
-        merged = _map_heads(merged, self.output, ("wo",))
-        maps = dict.fromkeys(KEYS, self.key) | dict.fromkeys(VALUES, self.value)
-        for name in KV_TENSORS:
-            if name in state:
-                each, exact = maps.get(name), state[name].double()
-                exact = exact if each is None else self.count * _map_channels(each, exact)
-                merged[name] = exact.unflatten(0, (-1, self.count)).mean(1).to(state[name].dtype)
-        return merged
+        merged = _map_channels(state, self.key, self.query, self.value, self.output)
+        for name in [name for name in KV_TENSORS if name in state]:
+            is_sum = merged[name] is not state[name]
+            exact = merged[name].double() * (self.count if is_sum else 1)
+            merged[name] = exact.unflatten(0, (-1, self.count)).mean(1)
+        return _round(merged, state)
 
     def require_function(self, spec: AttentionSpec) -> None:
-        """Raise for a norm over the width of all heads, and for maps that something forbids."""
         _require_own_channels(self, spec)
         _require_maps((self.key, self.query), (self.value,), spec)
 
@@ -233,42 +213,30 @@ class Basis(Step):
 
     Scores and outputs stay equal up to rounding. With a rotation ``key`` must commute with it: each
     plane of two rotated channels is turned or scaled by itself.
-
-    Attributes:
-        key: (kv_heads, head_dim, head_dim), None for no change.
-        value: (kv_heads, value_dim, value_dim), None for no change.
     """
 
     kind: ClassVar[str] = "basis"
-    key: Tensor | None = None
-    value: Tensor | None = None
+    key: Tensor | None = None  # (kv_heads, head_dim, head_dim), None for no change
+    value: Tensor | None = None  # (kv_heads, value_dim, value_dim), None for no change
 
     @property
     def equality(self) -> Equality:
-        """Products of two bases are rounded."""
         return "rounding"
 
     def follow(self, origins: Origins) -> Origins:
-        """Return the same heads."""
         _require_square("key", self.key, len(origins.kv))
         _require_square("value", self.value, len(origins.kv))
         return origins
 
     def apply(self, state: State) -> State:
-        """Return the tensors in the other basis, computed in float64 and rounded once."""
-        turned = dict(state)
-        for basis, ours, theirs in ((self.key, KEYS, ("wq", "bq")), (self.value, VALUES, ("wo",))):
-            if basis is None:
-                continue
-            exact = basis.double()
-            for name in ours:
-                if name in state:
-                    turned[name] = _map_channels(exact, state[name]).to(state[name].dtype)
-            turned = _map_heads(turned, torch.linalg.inv(exact).mT, theirs)
-        return turned
+        inverses = (
+            None if basis is None else torch.linalg.inv(basis.double()).mT
+            for basis in (self.key, self.value)
+        )
+        query, output = inverses
+        return _round(_map_channels(state, self.key, query, self.value, output), state)
 
     def require_function(self, spec: AttentionSpec) -> None:
-        """Raise where a norm, a gate or the rotation tells the channels of a head apart."""
         _require_maps((self.key,), (self.value,), spec)
 
 
@@ -316,21 +284,31 @@ def _require_square(name: str, maps: Tensor | None, kv_heads: int) -> None:
         )
 
 
-def _map_channels(matrix: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor (heads, channels, ...) after a matrix (heads, channels, channels)."""
-    flat = tensor.double().reshape(*tensor.shape[:2], -1)
-    return (matrix.to(flat) @ flat).reshape(tensor.shape)
+def _map_channels(
+    state: State,
+    key: Tensor | None,
+    query: Tensor | None,
+    value: Tensor | None,
+    output: Tensor | None,
+) -> State:
+    """Return the tensors after a matrix for each kv head, in float64 where there is one.
 
-
-def _map_heads(state: State, maps: Tensor | None, names: Sequence[str]) -> State:
-    """Return the tensors after a matrix for each kv head, which all its query heads share."""
+    All query heads of a kv head share its matrices. Other tensors are returned as they are.
+    """
+    maps = dict.fromkeys(KEYS, key) | dict.fromkeys(QUERIES, query)
+    maps |= dict.fromkeys(VALUES, value) | {"wo": output}
     mapped = dict(state)
-    for name in names if maps is not None else ():
-        if name in state:
-            assert maps is not None
-            each = maps.repeat_interleave(len(state[name]) // len(maps), 0)
-            mapped[name] = _map_channels(each, state[name]).to(state[name].dtype)
+    for name, tensor in state.items():
+        if (each := maps.get(name)) is not None:
+            flat = tensor.double().reshape(*tensor.shape[:2], -1)
+            each = each.to(flat).repeat_interleave(len(tensor) // len(each), 0)
+            mapped[name] = (each @ flat).reshape(tensor.shape)
     return mapped
+
+
+def _round(exact: State, like: State) -> State:
+    """Return tensors in the dtypes of others."""
+    return {name: tensor.to(like[name].dtype) for name, tensor in exact.items()}
 
 
 def require_rotary_planes(basis: Tensor, width: int) -> None:
@@ -368,16 +346,13 @@ class Zero(Step):
 
     @property
     def equality(self) -> Equality:
-        """Outputs change."""
         return "no" if self.heads else "indices"
 
     def follow(self, origins: Origins) -> Origins:
-        """Return the heads with these ones off."""
         require_numbers(self.heads, len(origins.query), "heads", all_may_go=True)
         return replace(origins, off=origins.off | {origins.query[i] for i in self.heads})
 
     def apply(self, state: State) -> State:
-        """Return the tensors with rows of 0."""
         wo = state["wo"].clone()
         wo[list(self.heads)] = 0
         return {**state, "wo": wo}
@@ -390,17 +365,7 @@ class Shift(Step):
     kind: ClassVar[str] = "shift"
     bias: Tensor
 
-    @property
-    def equality(self) -> Equality:
-        """Outputs change."""
-        return "no"
-
-    def follow(self, origins: Origins) -> Origins:
-        """Return the same heads."""
-        return origins
-
     def apply(self, state: State) -> State:
-        """Return the tensors with the sum as bias."""
         wo, before = state["wo"], state.get("bo")
         added = self.bias.to(wo.device, torch.float64)
         total = added if before is None else before.double() + added
@@ -415,13 +380,7 @@ class Refit(Step):
     wo: Tensor
     bo: Tensor | None = None
 
-    @property
-    def equality(self) -> Equality:
-        """Outputs change."""
-        return "no"
-
     def follow(self, origins: Origins) -> Origins:
-        """Return the same heads."""
         if len(self.wo) != len(origins.query):
             raise ShapeError(
                 saw=f"an output projection of {len(self.wo)} heads for {len(origins.query)}",
@@ -431,10 +390,18 @@ class Refit(Step):
         return origins
 
     def apply(self, state: State) -> State:
-        """Return the tensors with the fitted projection."""
         like = state["wo"]
         fitted = {name: x for name, x in state.items() if name != "bo"} | {"wo": self.wo.to(like)}
         return fitted if self.bo is None else fitted | {"bo": self.bo.to(like)}
+
+
+def allows(require: Callable[[AttentionSpec], None], spec: AttentionSpec) -> bool:
+    """True unless a function that raises OptionError does so for the function of a layer."""
+    try:
+        require(spec)
+    except OptionError:
+        return False
+    return True
 
 
 STEPS: dict[str, type[Step]] = {

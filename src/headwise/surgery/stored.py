@@ -24,9 +24,10 @@ from headwise.surgery._prune import PruningPlan, plan_prune, require_share
 from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
 from headwise.surgery.check import check_folder
 from headwise.surgery.cut import Cut, LayerCut
+from headwise.surgery.effects import By, Journal
 from headwise.surgery.fit import Repair
 from headwise.surgery.folders import FolderPlan, Form, StoredHeads, Written, plan_folder, write
-from headwise.surgery.journal import Journal
+from headwise.surgery.maps import How
 from headwise.surgery.models import ModelHeads
 
 BATCH = 32  # lines that run together
@@ -34,49 +35,55 @@ BATCH = 32  # lines that run together
 
 @dataclass(frozen=True, eq=False)
 class StoredSubject:
-    """A stored model that will be cut, with the data to choose, fit and measure on.
+    """A stored model that will be cut, with the data to choose, fit and measure on."""
 
-    Attributes:
-        folder: of the model.
-        target: the new folder.
-        form: of the target; see `headwise.surgery.write`.
-        stored: the loaded model.
-        fit: inputs to choose and fit on.
-        held_out: inputs to measure on.
-        note: the number of sequences of the text, as a sentence.
-    """
-
-    folder: Path
-    target: Path
-    form: Form
-    stored: transformers.StoredModel
-    fit: list[dict[str, Tensor]]
-    held_out: list[dict[str, Tensor]]
-    note: str
+    folder: Path  # of the model
+    target: Path  # the new folder
+    form: Form  # of the target; see `headwise.surgery.write`
+    stored: transformers.StoredModel  # the loaded model
+    fit: list[dict[str, Tensor]]  # inputs to choose and fit on
+    held_out: list[dict[str, Tensor]]  # inputs to measure on
+    note: str  # the number of sequences of the text, as a sentence
 
     @property
     def journal(self) -> Path:
         """The file of effects that were measured, beside the target."""
         return self.target.with_name(f".{self.target.name}.headwise-effects.json")
 
-    def plan_prune(self, *, progress: Progress, **options: Any) -> PruningPlan:
-        """Return the plan; see `headwise.surgery.plan_prune`. Effects are kept in the journal."""
-        journal = Journal(self.journal, self._identity(options["by"], options["repair"]))
+    def plan_prune(self, keep: float, by: By, repair: Repair, progress: Progress) -> PruningPlan:
+        """Return the plan of a pruning; the journal keeps effects.
+
+        Raises:
+            OptionError: no pruning of this size can be written in the end.
+        """
+        require_share(keep)
+        heads = ModelHeads(self.stored.model)
+        if repair != "zero":
+            self._require_bias(heads)
+        self._require_form(heads.whole(), keep)
         return plan_prune(
             self.stored.model,
             self.fit,
+            keep=keep,
             held_out=self.held_out,
+            by=by,
             even=self.form == "plain",
-            journal=journal,
+            repair=repair,
+            journal=Journal(self.journal, self._identity(by, repair)),
             progress=progress,
-            **options,
         )
 
-    def plan_regroup(self, *, progress: Progress, **options: Any) -> RegroupPlan:
-        """Return the plan; see `headwise.surgery.plan_regroup`."""
-        return plan_regroup(
-            self.stored.model, self.fit, held_out=self.held_out, progress=progress, **options
-        )
+    def plan_regroup(self, kv_heads: int, merge: How, progress: Progress) -> RegroupPlan:
+        """Return the plan of a regrouping.
+
+        Raises:
+            OptionError: no regrouping to this number can be written in the end.
+        """
+        heads = ModelHeads(self.stored.model)
+        require_fewer(heads, kv_heads)
+        self.plan_folder(Cut({name: layer.merge(kv_heads) for name, layer in heads.whole()}))
+        options: dict[str, Any] = {"held_out": self.held_out, "progress": progress}
+        return plan_regroup(self.stored.model, self.fit, kv_heads=kv_heads, merge=merge, **options)
 
     def plan_folder(self, cut: Cut) -> FolderPlan:
         """Return the files that a cut leads to."""
@@ -93,21 +100,6 @@ class StoredSubject:
         inputs = {name: x[:2] for name, x in self.held_out[0].items()}
         return check_folder(self.target, model, inputs)
 
-    def require_keep(self, keep: float, repair: Repair) -> None:
-        """Raise OptionError where no pruning of this size can be written in the end."""
-        require_share(keep)
-        heads = ModelHeads(self.stored.model)
-        if repair != "zero":
-            _require_bias(heads, self.folder, self.form)
-        _require_form(heads.whole(), self.folder, self.form, keep)
-
-    def require_kv_heads(self, kv_heads: int) -> None:
-        """Raise OptionError where no regrouping to this number can be written in the end."""
-        heads = ModelHeads(self.stored.model)
-        require_fewer(heads, kv_heads)
-        merged = {name: layer.merge(kv_heads) for name, layer in heads.whole()}
-        self.plan_folder(Cut(merged))
-
     def _identity(self, *options: str) -> str:
         digest = hashlib.sha256(open_source(self.folder).source_digest().encode())
         for given in (*self.fit, *self.held_out):
@@ -115,20 +107,66 @@ class StoredSubject:
         digest.update(repr(options).encode())
         return digest.hexdigest()
 
+    def _require_bias(self, heads: ModelHeads) -> None:
+        """Raise OptionError where the mean of a head has no place in the stored model."""
+        widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
+        shifted = {name: cut.shift(torch.ones(widths[name])) for name, cut in heads.whole()}
+        try:
+            self.plan_folder(Cut(shifted))
+        except OptionError as error:
+            raise OptionError(
+                saw=f"the mean outputs of heads, for which {self.folder} has no place: {error.saw}",
+                needed="an output projection with a bias",
+                do="{repair} zero",
+                parameter="repair",
+            ) from error
+
+    def _require_form(self, whole: Cut, keep: float) -> None:
+        """Raise OptionError where no cut of this size can be written in the form.
+
+        Some classes of transformers want a width that is a multiple of the heads, also where
+        head_dim is stated: then only some numbers of heads can go.
+        """
+        units = min(cut.num_heads // _unit_size(cut) for _, cut in whole)
+        left = min(max(math.ceil(keep * units - 1e-9), 1), units - 1)
+        if (error := self._obstacle(whole, left)) is None:
+            return
+        if not (fits := [n for n in range(1, units) if self._obstacle(whole, n) is None]):
+            raise error
+        nearest = min(fits, key=lambda n: abs(n - left))
+        grouped = any(_unit_size(cut) > 1 for _, cut in whole)
+        what = "groups of heads" if grouped else "heads"
+        raise OptionError(
+            saw=f"{{keep}} {keep:g}, with {left} of {units} {what} in each layer: {error.saw}",
+            needed=f"{', '.join(map(str, fits))} of {units} {what}, which plain transformers can "
+            "state",
+            do=f"{{keep}} {nearest / units:g}; or {{form}} full, which is no smaller, or {{form}} "
+            "headwise",
+            parameter={"keep": (), "form": ()},
+        ) from error
+
+    def _obstacle(self, whole: Cut, units: int) -> OptionError | None:
+        """Return the reason why so many units of each layer cannot be written alone."""
+        kept = {name: cut.keep(range(units * _unit_size(cut))) for name, cut in whole}
+        try:
+            self.plan_folder(Cut(kept))
+        except OptionError as error:
+            return error
+        return None
+
+
+def _unit_size(cut: LayerCut) -> int:
+    """Return how many heads go together: those of a kv head, or one if there is one kv head."""
+    return cut.num_heads // cut.num_kv_heads if cut.num_kv_heads > 1 else 1
+
 
 def open_for_cut(
     folder: Path, data: Path | None, target: Path, *, form: Form, length: int, call: str
 ) -> StoredSubject:
-    """Load a model and its data.
+    """Load a model with a tokenizer, and the lines of a text, of at most ``length`` tokens each.
 
-    Args:
-        folder: a folder from save_pretrained, with a tokenizer.
-        data: a text file, a sequence on each line. Lines are dealt out in turns: to choose and
-            fit on, and held out. None for the sentences that ship with headwise.
-        target: a new folder.
-        form: see `headwise.surgery.write`.
-        length: the most tokens of a line.
-        call: what does the same from Python, in `headwise.surgery`.
+    Lines are dealt out in turns: to choose and fit on, and held out. Without ``data`` they are the
+    sentences that ship with headwise. ``call`` does the same from Python, in `headwise.surgery`.
 
     Raises:
         OptionError: too little text, no tokenizer, or a model that cannot be cut; see
@@ -218,61 +256,3 @@ def _pad(stored: transformers.StoredModel, ids: Sequence[list[int]]) -> dict[str
     rows = torch.tensor([each + [filler] * (longest - len(each)) for each in ids])
     mask = torch.tensor([[1] * len(each) + [0] * (longest - len(each)) for each in ids])
     return {**stored.inputs(rows), "attention_mask": mask}
-
-
-def _require_bias(heads: ModelHeads, folder: Path, form: Form) -> None:
-    """Raise OptionError where the mean of a head has no place in the stored model."""
-    widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
-    shifted = {name: cut.shift(torch.ones(widths[name])) for name, cut in heads.whole()}
-    try:
-        plan_folder(Cut(shifted), folder, form=form)
-    except OptionError as error:
-        raise OptionError(
-            saw=f"the mean outputs of heads, for which {folder} has no place: {error.saw}",
-            needed="an output projection with a bias",
-            do="{repair} zero",
-            parameter="repair",
-        ) from error
-
-
-def _require_form(whole: Cut, folder: Path, form: Form, keep: float) -> None:
-    """Raise OptionError where no cut of this size can be written in a form.
-
-    Some classes of transformers want a width that is a multiple of the heads, also where head_dim
-    is stated: then only some numbers of heads can go.
-    """
-    units = min(cut.num_heads // _unit_size(cut) for _, cut in whole)
-    left = min(max(math.ceil(keep * units - 1e-9), 1), units - 1)
-    try:
-        plan_folder(_keep_units(whole, left), folder, form=form)
-    except OptionError as error:
-        if not (fits := [n for n in range(1, units) if _fits(whole, n, folder, form)]):
-            raise
-        nearest = min(fits, key=lambda n: abs(n - left))
-        grouped = any(_unit_size(cut) > 1 for _, cut in whole)
-        what = "groups of heads" if grouped else "heads"
-        raise OptionError(
-            saw=f"{{keep}} {keep:g}, with {left} of {units} {what} in each layer: {error.saw}",
-            needed=f"{', '.join(map(str, fits))} of {units} {what}, which plain transformers can "
-            "state",
-            do=f"{{keep}} {nearest / units:g}; or {{form}} full, which is no smaller, or {{form}} "
-            "headwise",
-            parameter={"keep": (), "form": ()},
-        ) from error
-
-
-def _fits(whole: Cut, units: int, folder: Path, form: Form) -> bool:
-    try:
-        plan_folder(_keep_units(whole, units), folder, form=form)
-    except OptionError:
-        return False
-    return True
-
-
-def _keep_units(whole: Cut, units: int) -> Cut:
-    return Cut({name: cut.keep(range(units * _unit_size(cut))) for name, cut in whole})
-
-
-def _unit_size(cut: LayerCut) -> int:
-    """Return how many heads go together: those of a kv head, or one if there is one kv head."""
-    return cut.num_heads // cut.num_kv_heads if cut.num_kv_heads > 1 else 1
