@@ -47,7 +47,7 @@ class PlacedAttention:
             return None
         swaps, output = self.swaps, call.stages.get("output")
         if output is not None and not _is_same(self.end.value, self._swap(output)):
-            # As torch's own module has it: it computes with tokens first, whatever it is given.
+            # torch's own module computes with tokens first, whatever it is given.
             swaps = not swaps
         _, products = run_with({}, _place_of(self.end), self.model, *self.arguments)
         runs = Runs(partial(self._run, rows[0], swaps, products), lambda: call.dtype)
@@ -60,7 +60,7 @@ class PlacedAttention:
         try:
             arguments = self._cut_arguments(row, inputs)
             output, ran = run_with(given, _place_of(self.end), self.model, *arguments)
-            if ran != products:  # such as one of a matrix, of many for a strided one
+            if ran != products:  # another layout in memory may take other products
                 raise ValueError(f"{dict(ran)} products in the place of {dict(products)}")
             if swaps:
                 return output.reshape(x.shape[1], x.shape[0], -1).transpose(0, 1)
@@ -98,7 +98,7 @@ class PlacedAttention:
 
 
 def _find_computed(node: Node) -> Node:
-    """Return the node whose numbers one has moved: moves of them differ where lengths do."""
+    """Return the node that computed what a node only moves: other lengths have other moves."""
     while node.operator in MOVES:
         [node] = node.parents
     return node
