@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.find import extract_rows, find_state_moves, replace_rows
+from headwise.diagnosis.moves.find import find_state_moves
+from headwise.diagnosis.moves.maps import extract_rows, replace_rows
 from headwise.diagnosis.moves.move import apply_moves
 from headwise.function.weights import State
 from tests.diagnosis.moves.projections import GEOMETRIES, halves, projections

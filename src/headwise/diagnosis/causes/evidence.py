@@ -17,11 +17,17 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.moves.find import HeadsAndOutput, extract_rows, find_moves, replace_rows
-from headwise.diagnosis.moves.gate import list_gate_moves
-from headwise.diagnosis.moves.maps import BIASES, MatrixMap, Rows
+from headwise.diagnosis.moves.find import HeadsAndOutput, find_moves
+from headwise.diagnosis.moves.maps import (
+    BIASES,
+    TENSORS,
+    MatrixMap,
+    Rows,
+    extract_rows,
+    replace_rows,
+)
 from headwise.diagnosis.moves.move import Move, find_factor_formula
-from headwise.diagnosis.outputs.names import apply_move, find_output_moves
+from headwise.diagnosis.outputs.names import apply_move, find_output_moves, list_unread_moves
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.rounding import default_tolerance
@@ -114,8 +120,10 @@ class Evidence:
     def output_moves(self) -> tuple[tuple[Move, ...], ...]:
         """Sequences of moves that outputs show; each explains a part of them, or all."""
         runs = self.calls[0].runs
-        if runs is None or not self.gaps.cells_beyond_rounding:
+        if not self.gaps.cells_beyond_rounding:
             return ()
+        if runs is None:
+            return tuple((move,) for move in list_unread_moves(self.model))
         crosses = all(call.inputs.source is not None for call in self.calls)
         return find_output_moves(self.model, runs, crosses=crosses)
 
@@ -127,7 +135,8 @@ class Evidence:
             for place, move in enumerate(moves):
                 names = (each for each in (move.name, *move.equals) if each.cause == cause)
                 if (name := next(names, None)) is not None:
-                    parameters = {"roles": "".join(name.roles), **dict(name.parameters)}
+                    between = "" if move.kind == TENSORS else " "
+                    parameters = {"roles": between.join(name.roles), **dict(name.parameters)}
                     later = {role for after in moves[place + 1 :] for role in after.roles}
                     details = self._describe_factor(parameters)
                     if move.change.parts == BIASES:
@@ -139,14 +148,6 @@ class Evidence:
                         details,
                         is_step=number >= count or not later.isdisjoint(move.roles),
                     )
-
-        for each in list_gate_moves(self.model.weights) if self.shows_outputs_alone else ():
-            if each.name.cause == cause:
-                yield Variant(
-                    self.model.with_weights(**each.changes),
-                    {"roles": "".join(each.name.roles)},
-                    each.name.repair,
-                )
 
     def _describe_factor(self, parameters: Mapping[str, Any]) -> dict[str, str]:
         """Return the formula of a factor, and where that of dropout can be; {} for none."""

@@ -13,7 +13,7 @@ from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence, Variant, Variants, flatten_tokens
 from headwise.diagnosis.moves import find
-from headwise.diagnosis.moves.maps import MapName, Rows
+from headwise.diagnosis.moves.maps import MapName, Rows, extract_rows
 from headwise.diagnosis.moves.move import ROUNDED, cast_and_back, format_dtype
 from headwise.diagnosis.simulation import gaps, merging
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
@@ -85,11 +85,12 @@ STORED = (("q", "k", "v"), ("q", "k"), ("k", "v"), *((role,) for role in STAGE_O
 
 
 def _weights_rounded(evidence: Evidence) -> Variants:
+    yield from evidence.search_moves(catalogue.WEIGHTS_ROUNDED)
     weights, parted = evidence.model.weights, evidence.parted_roles
     together = STORED if evidence.shows_outputs_alone else ()  # which do not tell the roles
     for dtype, roles in product(ROUNDED, dict.fromkeys((parted, *together))):
         repair = MapName(catalogue.WEIGHTS_ROUNDED, format_dtype(dtype), roles).repair
-        for kinds in ("wb", "w"):
+        for kinds in ("wb", "w", "b"):
             names = {f"{kind}{role}" for kind in kinds for role in roles} & weights.keys()
             rounded = {name: cast_and_back(dtype)(weights[name]) for name in names}
             parameters = {"roles": "".join(roles), "dtype": str(dtype)}
@@ -119,7 +120,7 @@ WIDEST = 0.15
 
 
 def _initial_weights(evidence: Evidence) -> Variants:
-    rows = find.extract_rows(evidence.model.weights)
+    rows = extract_rows(evidence.model.weights)
     for variant in evidence.search_moves(catalogue.INITIAL_WEIGHTS):  # as outputs show them
         [role] = variant.parameters["roles"]
         matrix, right = (m.weights[f"w{role}"] for m in (variant.model, evidence.model))
@@ -147,7 +148,7 @@ def _has_no_trace_of_right_weights(
     evidence: Evidence, role: str, x: Tensor, products: Tensor
 ) -> bool:
     """True if products correlate with the right weights of no projection, as if in this place."""
-    rows = find.extract_rows(evidence.model.weights)
+    rows = extract_rows(evidence.model.weights)
     # Where these weights look initialised themselves, some stage must agree as well.
     all_parted = all(evidence.parted_calls_and_heads(stage) for stage in ("q", "k", "v"))
     if all_parted and find.recognise_initialisation(role, rows) is not None:

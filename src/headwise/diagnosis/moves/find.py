@@ -10,6 +10,7 @@ is compared with 1.95 / sqrt(n), which chance passes once in 1,000.
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +23,19 @@ from headwise.diagnosis.catalogue import BIAS_MISSING, FACTOR, INITIAL_WEIGHTS, 
 from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.moves import families, search
 from headwise.diagnosis.moves import move as changes
-from headwise.diagnosis.moves.maps import BIASES, ROLES, WEIGHTS, MapName, Rows, RowSizes
+from headwise.diagnosis.moves.maps import (
+    BIASES,
+    TENSORS,
+    WEIGHTS,
+    MapName,
+    Rows,
+    RowSizes,
+    extract_rows,
+)
 from headwise.diagnosis.moves.move import Edited, Move, MoveReport
 from headwise.errors import ShapeError
 from headwise.function.rounding import default_tolerance
-from headwise.function.weights import State
+from headwise.function.weights import KINDS, State, bias_of
 
 MOST_LISTED = 8  # other sequences of moves that are kept
 
@@ -115,6 +124,8 @@ def _make_move_report(
     for role in sizes.roles:
         ours, theirs = a.matrices[role], made.matrices[role]
         change, left = changes.find_zeroed_rows(role, ours, theirs, tolerance), 0.0
+        if ours.shape[2] == 1:  # all numbers count as a row
+            ours, theirs = (x.reshape(1, 1, -1) for x in (ours, theirs))
         if change is None:
             change, left = changes.find_row_change(role, ours, theirs, tolerance)
         if left > tolerance:
@@ -311,21 +322,6 @@ def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
 MOST_EQUAL = 0.05
 
 
-def extract_rows(state: State) -> Rows:
-    """Return the rows of canonical weights; the output bias is left out."""
-    return Rows(
-        {role: state[f"w{role}"] for role in ROLES if f"w{role}" in state},
-        {role: state[f"b{role}"] for role in "qkv" if f"b{role}" in state},
-    )
-
-
-def replace_rows(state: State, rows: Rows) -> State:
-    """Return canonical weights whose projections and biases are these rows."""
-    others = {name: x for name, x in state.items() if name == "bo" or name[1:] not in ROLES}
-    projections = {f"w{role}": x for role, x in rows.matrices.items()}
-    return {**others, **projections, **{f"b{role}": x for role, x in rows.biases.items()}}
-
-
 def find_state_moves(
     a: State, b: State, *, tolerance: float | None = None, **options: Any
 ) -> MoveReport:
@@ -336,22 +332,40 @@ def find_state_moves(
     Raises:
         ShapeError: the two have other sizes.
     """
-    ours, theirs = extract_rows(a), extract_rows(b)
-    few, most = sorted(len(rows.matrices.get("k", ())) for rows in (ours, theirs))
-    if 0 < few < most and most % few == 0:
-        ours, theirs = (x.repeat_kv_heads(most // len(x.matrices["k"])) for x in (ours, theirs))
-    report = find_moves(ours, theirs, tolerance=tolerance, **options)
-    moves = [*report.moves, *_find_initial_values(report.unexplained, ours, theirs)]
-    named = {role for move in moves[len(report.moves) :] for role in move.roles}
-    unexplained = [role for role in report.unexplained if role not in named]
+    report, *others = (_find_moves_of_kind(kind, a, b, tolerance, options) for kind in KINDS)
+    moves = [move for each in (report, *others) for move in each.moves]
+    unexplained = [role for each in (report, *others) for role in each.unexplained]
     output_bias = _find_output_bias_move(a.get("bo"), b.get("bo"), tolerance)
     if isinstance(output_bias, Move):
         moves.append(output_bias)
     elif not output_bias:
         unexplained.append(MapName.OUTPUT_BIAS)
-    explained = tuple(role for role in ours.roles if role not in unexplained)
-    rest = tuple(unexplained)
-    return replace(report, moves=tuple(moves), explained=explained, unexplained=rest)
+    return replace(report, moves=tuple(moves), unexplained=tuple(unexplained))
+
+
+def _find_moves_of_kind(
+    kind: dict[str, str], a: State, b: State, tolerance: float | None, options: dict[str, Any]
+) -> MoveReport:
+    names = [name for tensor in kind.values() for name in (tensor, bias_of(tensor))]
+    if all(a.get(name) is b.get(name) for name in names):
+        return MoveReport(())
+    ours, theirs = extract_rows(a, kind), extract_rows(b, kind)
+    few, most = sorted(len(rows.matrices.get("k", ())) for rows in (ours, theirs))
+    if 0 < few < most and most % few == 0:
+        ours, theirs = (x.repeat_kv_heads(most // len(x.matrices["k"])) for x in (ours, theirs))
+    apart = ours.matrices.keys() ^ theirs.matrices.keys()
+    ours, theirs = ours.without(apart), theirs.without(apart)
+    report = find_moves(ours, theirs, tolerance=tolerance, **options)
+    if kind is TENSORS:
+        fresh = _find_initial_values(report.unexplained, ours, theirs)
+        moves, named = (*report.moves, *fresh), {role for move in fresh for role in move.roles}
+    else:
+        moves, named = tuple(move.of_kind(kind) for move in report.moves), set[str]()
+    rest = [role for role in (*report.unexplained, *apart) if role not in named]
+    left = tuple(re.sub(r"\w$", lambda role: kind[role[0]], each) for each in rest)
+    left = tuple(rest) if kind is TENSORS else left
+    explained = tuple(role for role in ours.roles if role not in rest)
+    return replace(report, moves=moves, explained=explained, unexplained=left)
 
 
 def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -> list[Move]:

@@ -1,18 +1,20 @@
-"""Rows of the four projections of an attention, and named maps of them.
+"""Rows of the projections of an attention, and named maps of them.
 
 A row is a channel of a head: its weights, with a bias apart, or its activations over all tokens.
 
     q (heads, head_dim, columns)      k (kv_heads, head_dim, columns)
     v (kv_heads, value_dim, columns)  o (heads, value_dim, columns)
+    g (heads, gate_width, columns)
 
 The rows of o are the columns of the output projection, one for each channel of the head outputs. A
 map says for each row of a which row of b it is. Most maps are a pair of patterns of the layout
-language: b's rows are stored in the first order, and a is read in the second.
+language: b's rows are stored in the first order, and a is read in the second. Tensors of another
+kind, such as the norms of q and k, have rows of one column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -22,10 +24,11 @@ from torch import Tensor
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
 from headwise.errors import ShapeError
+from headwise.function.weights import AXES, KINDS, State, bias_of
 from headwise.layouts.pattern import GROUPED, Splits, pack_tensors, parse_pattern, unpack_tensor
 
-ROLES = ("q", "k", "v", "o")
-TENSORS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo"}
+TENSORS = KINDS[0]
+ROLES = tuple(TENSORS)
 WEIGHTS, BIASES, BOTH = ("weights",), ("biases",), ("weights", "biases")
 
 
@@ -38,17 +41,22 @@ class RowSizes:
     head_dim: int
     value_dim: int
     rotary_width: int | None = None  # rotated channels of a head; None where nothing says it
-    roles: tuple[str, ...] = ROLES  # the projections that are there, in this order
+    roles: tuple[str, ...] = ROLES[:4]  # the projections that are there, in this order
     is_interleaved: bool = False  # right rows pair channels 2i and 2i + 1
     was_interleaved: bool = False  # rows were stored for such pairs, and read into half-split ones
+    gate_width: int = 0
 
     def count_heads(self, role: str) -> int:
         """Return the number of heads of a role."""
-        return self.heads if role in "qo" else self.kv_heads
+        return self.heads if role in "qog" else self.kv_heads
 
     def count_rows(self, role: str) -> int:
         """Return the number of rows of a role."""
-        return self.count_heads(role) * (self.head_dim if role in "qk" else self.value_dim)
+        return self.count_heads(role) * self._count_channels(role)
+
+    def _count_channels(self, role: str) -> int:
+        other = self.gate_width if role == "g" else self.value_dim
+        return self.head_dim if role in "qk" else other
 
     def spans(self) -> dict[str, slice]:
         """Return the rows of each role among the rows of all roles."""
@@ -71,9 +79,11 @@ class RowSizes:
         return {**known, "group": group, "embed_dim": 1, "out_dim": 1, **more}
 
     def number_rows(self) -> dict[str, Tensor]:
-        """Return the index of each row of each of all four roles, (heads, channels, 1)."""
+        """Return the index of each row of each of all roles, (heads, channels, 1)."""
         return {
-            role: torch.arange(span.start, span.stop).view(self.count_heads(role), -1, 1)
+            role: torch.arange(span.start, span.stop).view(
+                self.count_heads(role), self._count_channels(role), 1
+            )
             for role, span in replace(self, roles=ROLES).spans().items()
         }
 
@@ -94,8 +104,9 @@ class Rows:
         shapes = {role: tuple(self.matrices[role].shape) for role in self.roles}
         counts = [
             {shapes[role][axis] for role in roles if role in shapes}
-            for axis, roles in ((0, "qo"), (0, "kv"), (1, "qk"), (1, "vo"))
+            for axis, roles in ((0, "qog"), (0, "kv"), (1, "qk"), (1, "vo"), (1, "g"))
         ]
+        gate_width = next(iter(counts.pop()), 0)
         if max(map(len, counts)) > 1 or not shapes:
             raise ShapeError(
                 saw=f"projections of the shapes {shapes}",
@@ -107,7 +118,9 @@ class Rows:
             next(iter(counts[place] or counts[partner]))
             for place, partner in enumerate((1, 0, 3, 2))
         )
-        return RowSizes(heads, kv_heads, head_dim, value_dim, roles=self.roles)
+        return RowSizes(
+            heads, kv_heads, head_dim, value_dim, roles=self.roles, gate_width=gate_width
+        )
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -126,6 +139,14 @@ class Rows:
         """Return the roles whose matrices have as many rows as columns."""
         return [role for role in self.roles if len({*self.matrix_of_role(role).shape}) == 1]
 
+    def without(self, roles: Container[str]) -> Rows:
+        """Return the rows of other roles."""
+        matrices, biases = (
+            {role: x for role, x in part.items() if role not in roles}
+            for part in (self.matrices, self.biases)
+        )
+        return Rows(matrices, biases)
+
     def cast(self, dtype: torch.dtype) -> Rows:
         """Return the rows in a dtype."""
         return self._map(lambda _, x: x.to(dtype))
@@ -140,6 +161,38 @@ class Rows:
             for part in (self.matrices, self.biases)
         )
         return Rows(matrices, biases)
+
+
+def extract_rows(state: State, kind: Mapping[str, str] = TENSORS) -> Rows:
+    """Return the rows of canonical tensors of a kind; the output bias is left out."""
+    matrices, biases = {}, {}
+    for role, name in kind.items():
+        if name in state:
+            matrices[role] = _view_rows(name, state[name], 3)
+        bias = bias_of(name)
+        if bias in state and AXES[bias] == AXES[name][:2]:
+            biases[role] = _view_rows(name, state[bias], 2)
+    return Rows(matrices, biases)
+
+
+def _view_rows(name: str, x: Tensor, dims: int) -> Tensor:
+    x = x if AXES[name][0].endswith("heads") else x[None]
+    return x if x.dim() == dims else x.reshape(len(x), -1, *[1] * (dims - 2))
+
+
+def replace_rows(state: State, rows: Rows, kind: Mapping[str, str] = TENSORS) -> State:
+    """Return canonical tensors in which those of a kind, and their biases, are these rows."""
+    before, made = extract_rows(state, kind), dict(state)
+    for role, name in kind.items():
+        for old, new, tensor in (
+            (before.matrices, rows.matrices, name),
+            (before.biases, rows.biases, bias_of(name)),
+        ):
+            if role in new and new[role] is not old[role]:
+                made[tensor] = new[role].reshape(state[tensor].shape)
+            elif role in old and role not in new:
+                del made[tensor]
+    return made
 
 
 def take_rows(rows: Rows, index: Tensor, sizes: RowSizes, parts: tuple[str, ...]) -> Rows:
@@ -184,7 +237,7 @@ class MapName:
     OUTPUT_BIAS: ClassVar[str] = "output bias"  # begins the text of a move of bo
     cause: Cause
     text: str  # the mistake in words, with its parameters
-    roles: tuple[str, ...] = ()  # the projections whose rows move
+    roles: tuple[str, ...] = ()  # the projections whose rows move, or tensors of another kind
     order: int = 0  # 0 for the most usual mistakes
     parameters: tuple[tuple[str, Any], ...] = ()  # such as the number of heads that was used
 
@@ -194,7 +247,8 @@ class MapName:
     @property
     def repair(self) -> str:
         """The repair in words."""
-        weights, biases = (", ".join(f"{kind}{role}" for role in self.roles) for kind in "wb")
+        names = [TENSORS.get(role, role) for role in self.roles]
+        weights, biases = ", ".join(names), ", ".join(map(bias_of, names))
         weights = biases if self.text.startswith(self.OUTPUT_BIAS) else weights
         return self.cause.remedy.format(weights=weights, biases=biases, text=self.text, move=self)
 

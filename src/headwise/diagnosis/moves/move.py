@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -10,10 +11,23 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED, Cause
 from headwise.diagnosis.comparison import format_noun_with_numbers
-from headwise.diagnosis.moves.maps import BOTH, WEIGHTS, MapName, MatrixMap, RowMap, Rows, take_rows
+from headwise.diagnosis.moves.maps import (
+    BOTH,
+    TENSORS,
+    WEIGHTS,
+    MapName,
+    MatrixMap,
+    RowMap,
+    Rows,
+    extract_rows,
+    replace_rows,
+    take_rows,
+)
 from headwise.diagnosis.moves.search import read_bits
+from headwise.function.weights import State
 
 Edit = Callable[[Tensor], Tensor]  # of rows (heads, channels, columns)
 
@@ -30,7 +44,7 @@ class Change:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Taken(Change):
     """A map of rows or matrices as a change."""
 
@@ -46,7 +60,7 @@ class Taken(Change):
         return Rows(moved.matrices, {**moved.biases, **kept})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Edited(Change):
     """Weights and biases of roles are changed in their places."""
 
@@ -63,7 +77,7 @@ class Edited(Change):
         return Rows(matrices, biases)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Limited(Change):
     """Another change, in some heads of some roles alone."""
 
@@ -94,7 +108,7 @@ def multiply(factors: Tensor) -> Edit:
     return lambda x: (x.to(torch.float64) * factors[..., None]).to(x.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BiasDropped(Change):
     """Biases are no longer there."""
 
@@ -113,6 +127,9 @@ class Move:
     name: MapName  # the simplest
     change: Change
     equals: tuple[MapName, ...] = ()  # other names of the same effect at these sizes
+    kind: Mapping[str, str] = field(
+        default_factory=TENSORS.copy, compare=False
+    )  # the tensors that it changes
 
     @classmethod
     def of_step(cls, step: RowMap | MatrixMap, parts: tuple[str, ...] = BOTH) -> Move:
@@ -130,10 +147,48 @@ class Move:
         """The projections that it concerns."""
         return self.name.roles
 
+    def apply(self, weights: State) -> State:
+        """Return canonical weights with this mistake."""
+        change, weights = self.change, dict(weights)
+        if isinstance(change, Taken) and isinstance(change.step, MatrixMap):  # not of activations
+            change = replace(change, step=replace(change.step, given=None))
+        edits = change.edits if isinstance(change, Edited) and "biases" in change.parts else {}
+        if "bo" in weights and "o" in edits:  # a factor of all heads, which alone can be the bias's
+            weights["bo"] = edits["o"](weights["bo"][None, None])[0, 0]
+        if isinstance(change, BiasDropped) and "o" in change.roles:
+            weights.pop("bo", None)
+        return replace_rows(weights, change.apply(extract_rows(weights, self.kind)), self.kind)
+
+    def of_kind(self, kind: Mapping[str, str]) -> Move:
+        """Return the move of tensors of another kind than the projections."""
+
+        def rename(name: MapName) -> MapName:
+            text = re.sub(r"\b[qkv]\b", lambda role: kind.get(role[0], role[0]), name.text)
+            cause = _OF_NORMS.get(name.cause, name.cause) if "norm" in str(kind) else name.cause
+            roles = tuple(kind[role] for role in name.roles)
+            return replace(name, cause=cause, text=text, roles=roles)
+
+        return replace(self, name=rename(self.name), equals=(*map(rename, self.equals),), kind=kind)
+
     def __str__(self) -> str:
         parts = self.change.parts
         alone = "" if parts == BOTH else f", {' and '.join(parts)} alone"
         return f"{self.name} ({' and '.join(self.roles)}{alone})"
+
+
+_OF_NORMS = {
+    catalogue.Q_AND_K_EXCHANGED: catalogue.NORM_WEIGHTS_EXCHANGED,
+    catalogue.BIAS_MISSING: catalogue.NORM_WEIGHTS_MISSING,
+    **dict.fromkeys(
+        (
+            catalogue.HEADS_PERMUTED,
+            catalogue.HEADS_INTERLEAVED,
+            catalogue.ROTARY_PERMUTATION_MISSING,
+            catalogue.ROTARY_PERMUTATION_DOUBLED,
+        ),
+        catalogue.NORM_WEIGHTS_ORDER,
+    ),
+}
 
 
 def apply_moves(moves: Iterable[Move], rows: Rows) -> Rows:
@@ -253,7 +308,7 @@ def find_row_change(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[
 
 def name_rounding(role: str, dtype: torch.dtype, parts: tuple[str, ...] = BOTH) -> Move:
     """Return the move of a projection that was cast to a dtype and back."""
-    name = MapName(WEIGHTS_ROUNDED, format_dtype(dtype), (role,), 0, (("dtype", dtype),))
+    name = MapName(WEIGHTS_ROUNDED, format_dtype(dtype), (role,), 0, (("dtype", str(dtype)),))
     return Move(name, Edited({role: cast_and_back(dtype)}, parts=parts))
 
 

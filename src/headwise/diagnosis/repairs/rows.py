@@ -15,8 +15,7 @@ from itertools import pairwise, permutations
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.find import extract_rows
-from headwise.diagnosis.moves.maps import Rows
+from headwise.diagnosis.moves.maps import Rows, extract_rows
 from headwise.diagnosis.moves.move import find_factor_formula
 from headwise.function.weights import State
 
