@@ -184,7 +184,7 @@ def test_a_factor_of_the_output_bias_is_undone_in_it() -> None:
     model = NativeSubject(spread()).model
     wrong = {**model.weights, "bo": 3 * model.weights["bo"]}
     [move] = find_state_moves(wrong, model.weights).moves
-    assert move.name.repair == "undo it in bo: factor: output bias, 3"
+    assert move.name.repair == "undo it in bo: factor: 3"
     assert write_row_lines(wrong, model.weights) == ("bo = bo / 3.0",)
 
 

@@ -62,6 +62,7 @@ KINDS: tuple[dict[str, str], ...] = (
     {"q": "q_norm", "k": "k_norm"},
     {"k": "extra_k", "v": "extra_v"},
     {"q": "sink"},
+    {"o": "bo"},
 )
 BIASES = ("bq", "bk", "bv", "bo", "bg")
 NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")

@@ -78,11 +78,11 @@ def test_repeated_kv_heads_are_compared(tiled: bool) -> None:
 def test_the_output_bias_is_compared() -> None:
     b = state_of("mha")
     assert compared({**b, "bo": b["bo"].clone()}, b) == []
-    assert compared({**b, "bo": b["bo"] * 0}, b) == [("bias missing", "output bias, zero", ("o",))]
+    assert compared({**b, "bo": b["bo"] * 0}, b) == [("bias missing", "all", ("bo",))]
     without = {name: x for name, x in b.items() if name != "bo"}
-    assert compared(without, b) == [("bias missing", "output bias", ("o",))]
-    assert compared({**b, "bo": b["bo"] * 5}, b) == [("factor", "output bias, 5", ("o",))]
-    assert find_state_moves({**b, "bo": b["bo"] + 1}, b).unexplained == ("output bias",)
+    assert compared(without, b) == [("bias missing", "", ("bo",))]
+    assert compared({**b, "bo": b["bo"] * 5}, b) == [("factor", "5", ("bo",))]
+    assert find_state_moves({**b, "bo": b["bo"] + 1}, b).unexplained == ("bo",)
 
 
 def test_moves_apply_to_canonical_weights() -> None:

@@ -10,8 +10,7 @@ is compared with 1.95 / sqrt(n), which chance passes once in 1,000.
 """
 
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,11 +31,12 @@ from headwise.diagnosis.moves.maps import (
     RowSizes,
     extract_rows,
 )
-from headwise.diagnosis.moves.move import Edited, Move, MoveReport
+from headwise.diagnosis.moves.move import Dropped, Edited, Move, MoveReport, name_in_kind
 from headwise.errors import ShapeError
 from headwise.function.rounding import default_tolerance
 from headwise.function.weights import KINDS, State, bias_of
 
+NONE = MoveReport(())
 MOST_LISTED = 8  # other sequences of moves that are kept
 
 
@@ -207,7 +207,7 @@ def _find_cleared_biases(wrong: Sequence[str], a: Rows) -> tuple[Move, ...]:
     zero = tuple(role for role in wrong if role in a.biases and not bool(a.biases[role].any()))
     cleared = Edited(dict.fromkeys(zero, torch.zeros_like), parts=BIASES)
     moves = (
-        Move(MapName(BIAS_MISSING, "", dropped), changes.BiasDropped(dropped, parts=BIASES)),
+        Move(MapName(BIAS_MISSING, "", dropped), Dropped(dropped, parts=BIASES)),
         Move(MapName(BIAS_MISSING, "zero", zero), cleared),
     )
     return tuple(move for move in moves if move.roles)
@@ -335,11 +335,6 @@ def find_state_moves(
     report, *others = (_find_moves_of_kind(kind, a, b, tolerance, options) for kind in KINDS)
     moves = [move for each in (report, *others) for move in each.moves]
     unexplained = [role for each in (report, *others) for role in each.unexplained]
-    output_bias = _find_output_bias_move(a.get("bo"), b.get("bo"), tolerance)
-    if isinstance(output_bias, Move):
-        moves.append(output_bias)
-    elif not output_bias:
-        unexplained.append(MapName.OUTPUT_BIAS)
     return replace(report, moves=tuple(moves), unexplained=tuple(unexplained))
 
 
@@ -348,24 +343,28 @@ def _find_moves_of_kind(
 ) -> MoveReport:
     names = [name for tensor in kind.values() for name in (tensor, bias_of(tensor))]
     if all(a.get(name) is b.get(name) for name in names):
-        return MoveReport(())
+        return NONE
     ours, theirs = extract_rows(a, kind), extract_rows(b, kind)
     few, most = sorted(len(rows.matrices.get("k", ())) for rows in (ours, theirs))
     if 0 < few < most and most % few == 0:
         ours, theirs = (x.repeat_kv_heads(most // len(x.matrices["k"])) for x in (ours, theirs))
     apart = ours.matrices.keys() ^ theirs.matrices.keys()
+    lost, added = (_drop_zeros(rows, apart) for rows in (theirs, ours))
     ours, theirs = ours.without(apart), theirs.without(apart)
-    report = find_moves(ours, theirs, tolerance=tolerance, **options)
-    if kind is TENSORS:
-        fresh = _find_initial_values(report.unexplained, ours, theirs)
-        moves, named = (*report.moves, *fresh), {role for move in fresh for role in move.roles}
-    else:
-        moves, named = tuple(move.of_kind(kind) for move in report.moves), set[str]()
-    rest = [role for role in (*report.unexplained, *apart) if role not in named]
-    left = tuple(re.sub(r"\w$", lambda role: kind[role[0]], each) for each in rest)
-    left = tuple(rest) if kind is TENSORS else left
+    report = find_moves(ours, theirs, tolerance=tolerance, **options) if ours.roles else NONE
+    more = _find_initial_values(report.unexplained, ours, theirs) if kind is TENSORS else []
+    if lost == ["o"]:
+        more.append(Move(MapName(ROWS_ZERO, "", ("o",)), Dropped(("o",))))
+    named = {role for move in more for role in move.roles}
+    rest = [role for role in (*report.unexplained, *lost, *added) if role not in named]
+    moves = tuple(move.of_kind(kind) for move in (*report.moves, *more))
+    left = tuple(name_in_kind(kind, role) for role in rest)
     explained = tuple(role for role in ours.roles if role not in rest)
     return replace(report, moves=moves, explained=explained, unexplained=left)
+
+
+def _drop_zeros(rows: Rows, roles: Iterable[str]) -> list[str]:
+    return [role for role in roles if role in rows.matrices and bool(rows.matrices[role].any())]
 
 
 def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -> list[Move]:
@@ -383,25 +382,6 @@ def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -
         )
         for text, roles in fresh.items()
     ]
-
-
-def _find_output_bias_move(
-    a: Tensor | None, b: Tensor | None, tolerance: float | None
-) -> Move | bool:
-    """Return the move of the output bias; True where it is equal, False where it is another."""
-    if a is None or not bool(a.any()):
-        if b is None or not bool(b.any()):
-            return True
-        text = MapName.OUTPUT_BIAS if a is None else f"{MapName.OUTPUT_BIAS}, zero"
-        return Move(MapName(BIAS_MISSING, text, ("o",)), changes.BiasDropped(("o",)))
-    if b is None or a.shape != b.shape:
-        return False
-    limit = default_tolerance(a.dtype, b.dtype) if tolerance is None else tolerance
-    move, left = changes.find_row_change("o", a[None, None], b[None, None], limit)
-    if move is not None:
-        name = replace(move.name, text=f"{MapName.OUTPUT_BIAS}, {move.name.text}")
-        return Move(name, replace(move.change, parts=BIASES))
-    return left <= limit
 
 
 CRITICAL = 1.95

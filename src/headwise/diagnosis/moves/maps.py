@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -234,7 +234,6 @@ def _is_in_span(index: Tensor, span: slice) -> Tensor:
 class MapName:
     """Name of a map: the mistake that makes it."""
 
-    OUTPUT_BIAS: ClassVar[str] = "output bias"  # begins the text of a move of bo
     cause: Cause
     text: str  # the mistake in words, with its parameters
     roles: tuple[str, ...] = ()  # the projections whose rows move, or tensors of another kind
@@ -247,10 +246,10 @@ class MapName:
     @property
     def repair(self) -> str:
         """The repair in words."""
-        names = [TENSORS.get(role, role) for role in self.roles]
-        weights, biases = ", ".join(names), ", ".join(map(bias_of, names))
-        weights = biases if self.text.startswith(self.OUTPUT_BIAS) else weights
-        return self.cause.remedy.format(weights=weights, biases=biases, text=self.text, move=self)
+        weights = [TENSORS.get(role, role) for role in self.roles]
+        biases = [name if name == "bo" else bias_of(name) for name in weights]
+        listed = {"weights": ", ".join(weights), "biases": ", ".join(biases)}
+        return self.cause.remedy.format(**listed, text=self.text, move=self)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED, Cause
 from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.moves.maps import (
+    BIASES,
     BOTH,
     TENSORS,
     WEIGHTS,
@@ -109,15 +110,17 @@ def multiply(factors: Tensor) -> Edit:
 
 
 @dataclass(frozen=True, eq=False)
-class BiasDropped(Change):
-    """Biases are no longer there."""
+class Dropped(Change):
+    """Weights or biases are no longer there."""
 
     roles: tuple[str, ...]
 
     def apply(self, rows: Rows) -> Rows:
-        """Return rows without these biases."""
-        kept = {role: x for role, x in rows.biases.items() if role not in self.roles}
-        return Rows(rows.matrices, kept)
+        """Return the rows without these."""
+        left = rows.without(self.roles)
+        if self.parts == BIASES:
+            return Rows(rows.matrices, left.biases)
+        return Rows(left.matrices, rows.biases if self.parts == WEIGHTS else left.biases)
 
 
 @dataclass(frozen=True)
@@ -155,17 +158,19 @@ class Move:
         edits = change.edits if isinstance(change, Edited) and "biases" in change.parts else {}
         if "bo" in weights and "o" in edits:  # a factor of all heads, which alone can be the bias's
             weights["bo"] = edits["o"](weights["bo"][None, None])[0, 0]
-        if isinstance(change, BiasDropped) and "o" in change.roles:
+        if isinstance(change, Dropped) and change.parts == BIASES and "o" in change.roles:
             weights.pop("bo", None)
         return replace_rows(weights, change.apply(extract_rows(weights, self.kind)), self.kind)
 
     def of_kind(self, kind: Mapping[str, str]) -> Move:
-        """Return the move of tensors of another kind than the projections."""
+        """Return the move of tensors of a kind."""
+        if kind == TENSORS:
+            return self
 
         def rename(name: MapName) -> MapName:
-            text = re.sub(r"\b[qkv]\b", lambda role: kind.get(role[0], role[0]), name.text)
-            cause = _OF_NORMS.get(name.cause, name.cause) if "norm" in str(kind) else name.cause
             roles = tuple(kind[role] for role in name.roles)
+            causes = _OF_NORMS if "norm" in roles[0] else _OF_BIAS if roles == ("bo",) else {}
+            cause, text = causes.get(name.cause, name.cause), name_in_kind(kind, name.text)
             return replace(name, cause=cause, text=text, roles=roles)
 
         return replace(self, name=rename(self.name), equals=(*map(rename, self.equals),), kind=kind)
@@ -176,6 +181,7 @@ class Move:
         return f"{self.name} ({' and '.join(self.roles)}{alone})"
 
 
+# Causes of moved projections -> those of tensors of another kind.
 _OF_NORMS = {
     catalogue.Q_AND_K_EXCHANGED: catalogue.NORM_WEIGHTS_EXCHANGED,
     catalogue.BIAS_MISSING: catalogue.NORM_WEIGHTS_MISSING,
@@ -189,6 +195,13 @@ _OF_NORMS = {
         catalogue.NORM_WEIGHTS_ORDER,
     ),
 }
+_OF_BIAS = {ROWS_ZERO: catalogue.BIAS_MISSING}
+
+
+def name_in_kind(kind: Mapping[str, str], text: str) -> str:
+    """Return words on projections as words on the tensors of a kind."""
+    names = {} if kind == TENSORS else kind
+    return re.sub(r"\b[qkvo]\b", lambda role: names.get(role[0], role[0]), text)
 
 
 def apply_moves(moves: Iterable[Move], rows: Rows) -> Rows:

@@ -32,7 +32,7 @@ from headwise.diagnosis.moves.maps import (
 )
 from headwise.diagnosis.moves.move import (
     ROUNDED,
-    BiasDropped,
+    Dropped,
     Edited,
     Limited,
     Move,
@@ -47,7 +47,7 @@ from headwise.errors import OptionError
 from headwise.function.spec import ABSENT
 from headwise.function.weights import KINDS, State, bias_of
 
-OTHERS = KINDS[1:]
+OTHERS = KINDS[1:-1]  # without the output bias, which is read
 UNREAD = {"g", *(tensor for kind in OTHERS for tensor in kind.values())}
 UNREAD_TENSORS = {TENSORS.get(role, role) for role in UNREAD}
 FEWEST = 16  # sequences of two tokens
@@ -102,7 +102,7 @@ class _MoveList:
             for together in combinations([role for role in "qkv" if role in biased], count):
                 if roles & {*together}:
                     name = MapName(BIAS_MISSING, "", together)
-                    yield Move(name, BiasDropped(together, parts=BIASES))
+                    yield Move(name, Dropped(together, parts=BIASES))
         for role in sorted(roles & {*self.rows.roles}):
             for head in range(self.sizes.count_heads(role)):
                 yield _zero_head(role, head)
@@ -443,7 +443,7 @@ def _list_edits(role: str, is_biased: bool) -> Iterator[Move]:
             name = MapName(ROWS_ZERO, "all", (role,))
             yield Move(name, Edited({role: torch.zeros_like}, parts=parts))
     if is_biased:
-        yield Move(MapName(BIAS_MISSING, "", (role,)), BiasDropped((role,), parts=BIASES))
+        yield Move(MapName(BIAS_MISSING, "", (role,)), Dropped((role,), parts=BIASES))
 
 
 def _zero_head(role: str, head: int) -> Move:
