@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,20 +16,24 @@ from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED, Cause
 from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.moves.maps import (
-    BIASES,
     BOTH,
     TENSORS,
     WEIGHTS,
     MapName,
     MatrixMap,
     RowMap,
-    Rows,
-    extract_rows,
-    replace_rows,
+    RowSizes,
     take_rows,
+    view_kind,
 )
 from headwise.diagnosis.moves.search import read_bits
-from headwise.function.weights import State
+from headwise.function.weights import State, bias_of
+
+
+def name_biases(rows: State, roles: Iterable[str]) -> list[str]:
+    """Return the names of the biases of some roles that are there and have rows."""
+    return [name for name in (f"b{role}" for role in roles) if name in rows and name != "bo"]
+
 
 Edit = Callable[[Tensor], Tensor]  # of rows (heads, channels, columns)
 
@@ -40,7 +45,7 @@ class Change:
     parts: tuple[str, ...] = BOTH  # which of weights and biases change
     still: tuple[str, ...] = ()  # roles whose biases stay
 
-    def apply(self, rows: Rows) -> Rows:
+    def apply(self, rows: State) -> State:
         """Return changed rows."""
         raise NotImplementedError
 
@@ -51,14 +56,13 @@ class Taken(Change):
 
     step: RowMap | MatrixMap
 
-    def apply(self, rows: Rows) -> Rows:
+    def apply(self, rows: State) -> State:
         """Return the rows in their new places."""
         if isinstance(self.step, MatrixMap):
             return self.step.apply(rows)
-        sizes = rows.head_counts_and_dims()
+        sizes = RowSizes.of(rows)
         moved = take_rows(rows, self.step.index_over_roles(sizes), sizes, self.parts)
-        kept = {role: rows.biases[role] for role in self.still if role in rows.biases}
-        return Rows(moved.matrices, {**moved.biases, **kept})
+        return {**moved, **{name: rows[name] for name in name_biases(rows, self.still)}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,15 +71,17 @@ class Edited(Change):
 
     edits: Mapping[str, Edit]
 
-    def apply(self, rows: Rows) -> Rows:
-        """Return the edited rows; a bias is one column."""
-        matrices, biases = dict(rows.matrices), dict(rows.biases)
+    def apply(self, rows: State) -> State:
+        """Return the edited rows; a bias is one column, and that of the output one row."""
+        made = dict(rows)
         for role, edit in self.edits.items():
             if "weights" in self.parts:
-                matrices[role] = edit(matrices[role])
-            if role in biases and role not in self.still and "biases" in self.parts:
-                biases[role] = edit(biases[role][..., None])[..., 0]
-        return Rows(matrices, biases)
+                made[f"w{role}"] = edit(rows[f"w{role}"])
+            name = f"b{role}"
+            if name in rows and role not in self.still and "biases" in self.parts:
+                bias = rows[name][None, None] if role == "o" else rows[name][..., None]
+                made[name] = edit(bias).view_as(rows[name])
+        return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,17 +92,14 @@ class Limited(Change):
     roles: tuple[str, ...]
     heads: tuple[int, ...]
 
-    def apply(self, rows: Rows) -> Rows:
+    def apply(self, rows: State) -> State:
         """Return the rows with these heads as the change makes them."""
-        made, places = self.change.apply(rows), list(self.heads)
-        matrices, biases = dict(rows.matrices), dict(rows.biases)
-        for part, old, new in (
-            ("weights", matrices, made.matrices),
-            ("biases", biases, made.biases),
-        ):
-            for role in set(self.roles) & old.keys() if part in self.parts else ():
-                old[role] = old[role].index_copy(0, torch.tensor(places), new[role][places])
-        return Rows(matrices, biases)
+        made, limited, places = self.change.apply(rows), dict(rows), list(self.heads)
+        for part, role in product(self.parts, self.roles):
+            name = f"{part[0]}{role}"
+            if name in rows and name != "bo":
+                limited[name] = rows[name].index_copy(0, torch.tensor(places), made[name][places])
+        return limited
 
 
 def cast_and_back(dtype: torch.dtype) -> Edit:
@@ -115,12 +118,10 @@ class Dropped(Change):
 
     roles: tuple[str, ...]
 
-    def apply(self, rows: Rows) -> Rows:
+    def apply(self, rows: State) -> State:
         """Return the rows without these."""
-        left = rows.without(self.roles)
-        if self.parts == BIASES:
-            return Rows(rows.matrices, left.biases)
-        return Rows(left.matrices, rows.biases if self.parts == WEIGHTS else left.biases)
+        dropped = {f"{part[0]}{role}" for part in self.parts for role in self.roles}
+        return {name: x for name, x in rows.items() if name not in dropped}
 
 
 @dataclass(frozen=True)
@@ -152,15 +153,19 @@ class Move:
 
     def apply(self, weights: State) -> State:
         """Return canonical weights with this mistake."""
-        change, weights = self.change, dict(weights)
+        change = self.change
         if isinstance(change, Taken) and isinstance(change.step, MatrixMap):  # not of activations
             change = replace(change, step=replace(change.step, given=None))
-        edits = change.edits if isinstance(change, Edited) and "biases" in change.parts else {}
-        if "bo" in weights and "o" in edits:  # a factor of all heads, which alone can be the bias's
-            weights["bo"] = edits["o"](weights["bo"][None, None])[0, 0]
-        if isinstance(change, Dropped) and change.parts == BIASES and "o" in change.roles:
-            weights.pop("bo", None)
-        return replace_rows(weights, change.apply(extract_rows(weights, self.kind)), self.kind)
+        rows = change.apply(view_kind(weights, self.kind))
+        if self.kind == TENSORS:
+            return rows
+        names = {name: f"w{role}" for role, name in self.kind.items()}
+        names |= {bias_of(name): f"b{role}" for role, name in self.kind.items()}
+        return {
+            name: rows[names[name]].reshape(x.shape) if name in names else x
+            for name, x in weights.items()
+            if name not in names or names[name] in rows
+        }
 
     def of_kind(self, kind: Mapping[str, str]) -> Move:
         """Return the move of tensors of a kind."""
@@ -204,7 +209,7 @@ def name_in_kind(kind: Mapping[str, str], text: str) -> str:
     return re.sub(r"\b[qkvo]\b", lambda role: names.get(role[0], role[0]), text)
 
 
-def apply_moves(moves: Iterable[Move], rows: Rows) -> Rows:
+def apply_moves(moves: Iterable[Move], rows: State) -> State:
     """Return the rows that all moves make of right ones."""
     for move in moves:
         rows = move.change.apply(rows)

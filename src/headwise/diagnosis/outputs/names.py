@@ -27,8 +27,9 @@ from headwise.diagnosis.moves.maps import (
     MapName,
     MatrixMap,
     RowMap,
-    Rows,
-    extract_rows,
+    RowSizes,
+    count_columns,
+    view_kind,
 )
 from headwise.diagnosis.moves.move import (
     ROUNDED,
@@ -80,8 +81,7 @@ class _MoveList:
 
     def __init__(self, model: AttentionModel) -> None:
         self.model = model
-        self.rows = extract_rows(model.weights)
-        self.sizes = self.rows.head_counts_and_dims()
+        self.sizes = RowSizes.of(model.weights)
         rotary = model.settings.rotation
         self.rotary: dict[str, Any] = {
             "rotary_width": None if rotary is None else rotary.width,
@@ -90,7 +90,7 @@ class _MoveList:
 
     def of_roles(self, roles: set[str]) -> Iterator[Move]:
         """Yield the moves of some roles: of projections, or of tensors of another kind."""
-        biased = {*self.rows.biases}
+        biased = {r for r in self.sizes.roles if r != "o" and f"b{r}" in self.model.weights}
         for step in self.list_steps(roles):
             moved = {*step.names[0].roles}
             yield Move.of_step(step)
@@ -103,16 +103,16 @@ class _MoveList:
                 if roles & {*together}:
                     name = MapName(BIAS_MISSING, "", together)
                     yield Move(name, Dropped(together, parts=BIASES))
-        for role in sorted(roles & {*self.rows.roles}):
+        for role in sorted(roles & {*self.sizes.roles}):
             for head in range(self.sizes.count_heads(role)):
                 yield _zero_head(role, head)
                 if role in biased:
                     yield _drop_bias_of_heads(role, (head,))
-        if "g" in self.rows.roles and "g" in roles:
+        if "g" in self.sizes.roles and "g" in roles:
             yield from _list_edits("g", "g" in biased)
         for kind in OTHERS:
-            rows = extract_rows(self.model.weights, kind)
-            if rows.roles and roles & {*kind.values()}:
+            rows = view_kind(self.model.weights, kind)
+            if rows and roles & {*kind.values()}:
                 yield from (
                     move.of_kind(kind) for move in _list_moves_of_vectors(rows, self.rotary)
                 )
@@ -120,8 +120,8 @@ class _MoveList:
     def list_steps(self, roles: set[str]) -> list[RowMap | MatrixMap]:
         """Return the maps of some projections."""
         sizes = replace(self.sizes, **self.rotary)
-        maps = families.make_row_map_catalogue(sizes, self.rows.column_counts()).maps
-        matrix_maps = moves_search.list_matrix_maps(self.rows, self.sizes)
+        maps = families.make_row_map_catalogue(sizes, count_columns(self.model.weights)).maps
+        matrix_maps = moves_search.list_matrix_maps(self.model.weights, self.sizes)
         cut = [step.roles[0] for step in matrix_maps if not step.is_square and step.is_reversed]
         for together in map(tuple, ("qkv", "qk", "kv", "qkvg")):
             if {*together} <= {*cut}:
@@ -331,13 +331,10 @@ class _Search(_MoveList):
         heads: Sequence[int],
         tolerance: float,
     ) -> bool:
-        made = Move.of_step(step, parts).change.apply(self.rows)
-        role, rows = read.role, {"weights": made.matrices, "biases": made.biases}
-        return not any(
-            {*heads}
-            & {*_parted_heads(rows[part][role], read.weights[f"{part[0]}{role}"], tolerance)}
-            for part in parts
-        )
+        made = Move.of_step(step, parts).change.apply(self.model.weights)
+        names = [f"{part[0]}{read.role}" for part in parts]
+        parted = (_parted_heads(made[name], read.weights[name], tolerance) for name in names)
+        return all({*heads}.isdisjoint(each) for each in parted)
 
     def _find_low_rank_change(self, read: Read, tolerance: float) -> Move | None:
         role = read.role
@@ -425,12 +422,12 @@ def _limit(
     return Move(named(move.name), change, tuple(map(named, move.equals)))
 
 
-def _list_moves_of_vectors(rows: Rows, rotary: Mapping[str, Any]) -> Iterator[Move]:
-    for role in rows.roles:
-        yield from _list_edits(role, role in rows.biases)
-    sizes = replace(rows.head_counts_and_dims(), **rotary)
-    for step in families.make_row_map_catalogue(sizes, rows.column_counts()).maps:
-        for parts in (BOTH, WEIGHTS, BIASES) if rows.biases else (BOTH,):
+def _list_moves_of_vectors(rows: State, rotary: Mapping[str, Any]) -> Iterator[Move]:
+    sizes = replace(RowSizes.of(rows), **rotary)
+    for role in sizes.roles:
+        yield from _list_edits(role, f"b{role}" in rows)
+    for step in families.make_row_map_catalogue(sizes, count_columns(rows)).maps:
+        for parts in (BOTH, WEIGHTS, BIASES) if len(rows) > len(sizes.roles) else (BOTH,):
             yield Move.of_step(step, parts)
 
 
