@@ -30,11 +30,6 @@ from headwise.diagnosis.moves.search import read_bits
 from headwise.function.weights import State, bias_of
 
 
-def name_biases(rows: State, roles: Iterable[str]) -> list[str]:
-    """Return the names of the biases of some roles that are there and have rows."""
-    return [name for name in (f"b{role}" for role in roles) if name in rows and name != "bo"]
-
-
 Edit = Callable[[Tensor], Tensor]  # of rows (heads, channels, columns)
 
 
@@ -62,7 +57,8 @@ class Taken(Change):
             return self.step.apply(rows)
         sizes = RowSizes.of(rows)
         moved = take_rows(rows, self.step.index_over_roles(sizes), sizes, self.parts)
-        return {**moved, **{name: rows[name] for name in name_biases(rows, self.still)}}
+        still = (f"b{role}" for role in self.still)
+        return {**moved, **{name: rows[name] for name in still if name in rows}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +76,10 @@ class Edited(Change):
             name = f"b{role}"
             if name in rows and role not in self.still and "biases" in self.parts:
                 bias = rows[name][None, None] if role == "o" else rows[name][..., None]
-                made[name] = edit(bias).view_as(rows[name])
+                edited = edit(bias)  # by head, if the output's has more rows: then it stays
+                made[name] = (
+                    edited.view_as(rows[name]) if edited.shape == bias.shape else rows[name]
+                )
         return made
 
 
@@ -190,15 +189,10 @@ class Move:
 _OF_NORMS = {
     catalogue.Q_AND_K_EXCHANGED: catalogue.NORM_WEIGHTS_EXCHANGED,
     catalogue.BIAS_MISSING: catalogue.NORM_WEIGHTS_MISSING,
-    **dict.fromkeys(
-        (
-            catalogue.HEADS_PERMUTED,
-            catalogue.HEADS_INTERLEAVED,
-            catalogue.ROTARY_PERMUTATION_MISSING,
-            catalogue.ROTARY_PERMUTATION_DOUBLED,
-        ),
-        catalogue.NORM_WEIGHTS_ORDER,
-    ),
+    catalogue.HEADS_PERMUTED: catalogue.NORM_WEIGHTS_ORDER,
+    catalogue.HEADS_INTERLEAVED: catalogue.NORM_WEIGHTS_ORDER,
+    catalogue.ROTARY_PERMUTATION_MISSING: catalogue.NORM_WEIGHTS_ORDER,
+    catalogue.ROTARY_PERMUTATION_DOUBLED: catalogue.NORM_WEIGHTS_ORDER,
 }
 _OF_BIAS = {ROWS_ZERO: catalogue.BIAS_MISSING}
 

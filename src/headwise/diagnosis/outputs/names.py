@@ -5,9 +5,8 @@ are. Of the part that is wrong, every named move is tried on few outputs, and ea
 matrix, with all others right, and given to the search of moves.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis import watch
-from headwise.diagnosis.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO, SIGN
+from headwise.diagnosis.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO, SIGN, Cause
 from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.moves import families, find
 from headwise.diagnosis.moves import search as moves_search
@@ -72,25 +71,37 @@ def find_output_moves(model: AttentionModel, runs: Runs, *, crosses: bool) -> tu
 
 def list_unread_moves(model: AttentionModel) -> list[Move]:
     """Return the named moves of tensors that are not read: of the gate, the norms and the sink."""
-    moves = _MoveList(model).of_roles(UNREAD) if UNREAD_TENSORS & model.weights.keys() else ()
+    moves = _list_moves(model, UNREAD) if UNREAD_TENSORS & model.weights.keys() else ()
     return [move for move in moves if UNREAD & {*move.roles}]
 
 
+def _describe_rotation(model: AttentionModel) -> dict[str, Any]:
+    rotary = model.settings.rotation
+    is_interleaved = rotary is not None and rotary.pairing == "interleaved"
+    width = None if rotary is None else rotary.width
+    return {"rotary_width": width, "is_interleaved": is_interleaved}
+
+
+def _list_moves(model: AttentionModel, roles: set[str]) -> Iterator[Move]:
+    """Yield the named moves of some projections, or of tensors of another kind."""
+    rotary = _describe_rotation(model)
+    yield from _MoveList(model.weights, rotary).of_roles(roles, {"g"})
+    for kind in OTHERS:
+        if roles & {*kind.values()} and (rows := view_kind(model.weights, kind)):
+            every = {*kind}
+            moves = _MoveList(rows, rotary).of_roles(every, every)
+            yield from (move.of_kind(kind) for move in moves)
+
+
 class _MoveList:
-    """Named moves of the weights of a model."""
+    """Named moves of weights."""
 
-    def __init__(self, model: AttentionModel) -> None:
-        self.model = model
-        self.sizes = RowSizes.of(model.weights)
-        rotary = model.settings.rotation
-        self.rotary: dict[str, Any] = {
-            "rotary_width": None if rotary is None else rotary.width,
-            "is_interleaved": rotary is not None and rotary.pairing == "interleaved",
-        }
+    def __init__(self, weights: State, rotary: dict[str, Any]) -> None:
+        self.weights, self.rotary, self.sizes = weights, rotary, RowSizes.of(weights)
 
-    def of_roles(self, roles: set[str]) -> Iterator[Move]:
-        """Yield the moves of some roles: of projections, or of tensors of another kind."""
-        biased = {r for r in self.sizes.roles if r != "o" and f"b{r}" in self.model.weights}
+    def of_roles(self, roles: set[str], unread: set[str]) -> Iterator[Move]:
+        """Yield the moves of some roles, with changes of all numbers of those that are unread."""
+        biased = {r for r in self.sizes.roles if r != "o" and f"b{r}" in self.weights}
         for step in self.list_steps(roles):
             moved = {*step.names[0].roles}
             yield Move.of_step(step)
@@ -105,23 +116,17 @@ class _MoveList:
                     yield Move(name, Dropped(together, parts=BIASES))
         for role in sorted(roles & {*self.sizes.roles}):
             for head in range(self.sizes.count_heads(role)):
-                yield _zero_head(role, head)
+                yield _zero_heads(ROWS_ZERO, role, (head,), WEIGHTS if role == "o" else BOTH)
                 if role in biased:
-                    yield _drop_bias_of_heads(role, (head,))
-        if "g" in self.sizes.roles and "g" in roles:
-            yield from _list_edits("g", "g" in biased)
-        for kind in OTHERS:
-            rows = view_kind(self.model.weights, kind)
-            if rows and roles & {*kind.values()}:
-                yield from (
-                    move.of_kind(kind) for move in _list_moves_of_vectors(rows, self.rotary)
-                )
+                    yield _zero_heads(BIAS_MISSING, role, (head,))
+            if role in unread:
+                yield from _list_edits(role, role in biased)
 
     def list_steps(self, roles: set[str]) -> list[RowMap | MatrixMap]:
         """Return the maps of some projections."""
         sizes = replace(self.sizes, **self.rotary)
-        maps = families.make_row_map_catalogue(sizes, count_columns(self.model.weights)).maps
-        matrix_maps = moves_search.list_matrix_maps(self.model.weights, self.sizes)
+        maps = families.make_row_map_catalogue(sizes, count_columns(self.weights)).maps
+        matrix_maps = moves_search.list_matrix_maps(self.weights, self.sizes)
         cut = [step.roles[0] for step in matrix_maps if not step.is_square and step.is_reversed]
         for together in map(tuple, ("qkv", "qk", "kv", "qkvg")):
             if {*together} <= {*cut}:
@@ -132,8 +137,8 @@ class _MoveList:
 
 class _Search(_MoveList):
     def __init__(self, model: AttentionModel, runs: Runs, crosses: bool) -> None:
-        super().__init__(model)
-        self.runs, self.crosses = runs, crosses
+        super().__init__(model.weights, _describe_rotation(model))
+        self.model, self.runs, self.crosses = model, runs, crosses
 
     def yield_moves(self) -> Iterator[Moves]:
         single = self.runs.single_call(self.model, crosses=self.crosses)
@@ -186,7 +191,7 @@ class _Search(_MoveList):
             tensors = [TENSORS.get(role, role) for role in sorted(roles)]
             names = [name for tensor in tensors for name in (tensor, bias_of(tensor))]
             made = list[tuple[Move, object, State]]()
-            for move in self.of_roles(roles):
+            for move in _list_moves(self.model, roles):
                 weights = apply_move(self.model, move).weights
                 if any(weights.get(n) is not self.model.weights.get(n) for n in names):
                     made.append((move, _key_of_change(move, roles, self), weights))
@@ -309,7 +314,7 @@ class _Search(_MoveList):
             return
         parts = tuple(parted)
         if parts == BIASES and not bool(read.weights[f"b{role}"][list(heads)].any()):
-            yield _drop_bias_of_heads(role, heads)
+            yield _zero_heads(BIAS_MISSING, role, heads)
             return
         steps = self.list_steps({role})
         fitting = [step for step in steps if self._makes_heads(step, read, parts, heads, tolerance)]
@@ -422,15 +427,6 @@ def _limit(
     return Move(named(move.name), change, tuple(map(named, move.equals)))
 
 
-def _list_moves_of_vectors(rows: State, rotary: Mapping[str, Any]) -> Iterator[Move]:
-    sizes = replace(RowSizes.of(rows), **rotary)
-    for role in sizes.roles:
-        yield from _list_edits(role, f"b{role}" in rows)
-    for step in families.make_row_map_catalogue(sizes, count_columns(rows)).maps:
-        for parts in (BOTH, WEIGHTS, BIASES) if len(rows) > len(sizes.roles) else (BOTH,):
-            yield Move.of_step(step, parts)
-
-
 def _list_edits(role: str, is_biased: bool) -> Iterator[Move]:
     """Yield changes of all numbers of a role that is not read off outputs."""
     for parts in (BOTH, WEIGHTS, BIASES) if is_biased else (WEIGHTS,):
@@ -443,22 +439,12 @@ def _list_edits(role: str, is_biased: bool) -> Iterator[Move]:
         yield Move(MapName(BIAS_MISSING, "", (role,)), Dropped((role,), parts=BIASES))
 
 
-def _zero_head(role: str, head: int) -> Move:
-    name = MapName(ROWS_ZERO, _list_heads((head,)), (role,), 0, (("heads", (head,)),))
-    parts = WEIGHTS if role == "o" else BOTH
-    return Move(name, Edited({role: partial(_clear_heads, (head,))}, parts=parts))
-
-
-def _clear_heads(heads: tuple[int, ...], x: Tensor) -> Tensor:
-    x = x.clone()
-    x[list(heads)] = 0
-    return x
-
-
-def _drop_bias_of_heads(role: str, heads: tuple[int, ...]) -> Move:
-    name = MapName(BIAS_MISSING, _list_heads(heads), (role,), 0, (("heads", heads),))
-
-    return Move(name, Edited({role: partial(_clear_heads, heads)}, parts=BIASES))
+def _zero_heads(
+    cause: Cause, role: str, heads: tuple[int, ...], parts: tuple[str, ...] = BIASES
+) -> Move:
+    name = MapName(cause, _list_heads(heads), (role,), 0, (("heads", heads),))
+    cleared = Edited({role: torch.zeros_like}, parts=parts)
+    return Move(name, Limited(cleared, (role,), heads, parts=parts))
 
 
 def apply_move(model: AttentionModel, move: Move) -> AttentionModel:
