@@ -258,6 +258,7 @@ class HeadsAndOutput:
         for move in (
             *(Move.of_step(step, WEIGHTS) for step in steps if step.names[0].roles == ("o",)),
             *(changes.name_rounding("o", dtype, WEIGHTS) for dtype in changes.ROUNDED),
+            changes.name_zeros("o", WEIGHTS),
             *self._yield_block_moves(sizes),
         ):
             projection = move.change.apply(self.rows)["wo"]

@@ -29,7 +29,6 @@ from headwise.diagnosis.moves.maps import (
 from headwise.diagnosis.moves.search import read_bits
 from headwise.function.weights import State, bias_of
 
-
 Edit = Callable[[Tensor], Tensor]  # of rows (heads, channels, columns)
 
 
@@ -322,6 +321,11 @@ def name_rounding(role: str, dtype: torch.dtype, parts: tuple[str, ...] = BOTH) 
     """Return the move of a projection that was cast to a dtype and back."""
     name = MapName(WEIGHTS_ROUNDED, format_dtype(dtype), (role,), 0, (("dtype", str(dtype)),))
     return Move(name, Edited({role: cast_and_back(dtype)}, parts=parts))
+
+
+def name_zeros(role: str, parts: tuple[str, ...]) -> Move:
+    """Return the move of a projection without numbers."""
+    return Move(MapName(ROWS_ZERO, "all", (role,)), Edited({role: torch.zeros_like}, parts=parts))
 
 
 def _is_rounding(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:

@@ -38,6 +38,7 @@ from headwise.diagnosis.moves.move import (
     Move,
     Taken,
     name_rounding,
+    name_zeros,
 )
 from headwise.diagnosis.outputs import scores, values
 from headwise.diagnosis.outputs.runs import Runs, agree_on_few, agrees, predict_each
@@ -119,8 +120,7 @@ class _MoveList:
                 yield _zero_heads(ROWS_ZERO, role, (head,), WEIGHTS if role == "o" else BOTH)
                 if role in biased:
                     yield _zero_heads(BIAS_MISSING, role, (head,))
-            if role in unread:
-                yield from _list_edits(role, role in biased)
+            yield from _list_edits(role, role in biased, is_read=role not in unread)
 
     def list_steps(self, roles: set[str]) -> list[RowMap | MatrixMap]:
         """Return the maps of some projections."""
@@ -427,15 +427,15 @@ def _limit(
     return Move(named(move.name), change, tuple(map(named, move.equals)))
 
 
-def _list_edits(role: str, is_biased: bool) -> Iterator[Move]:
-    """Yield changes of all numbers of a role that is not read off outputs."""
+def _list_edits(role: str, is_biased: bool, *, is_read: bool) -> Iterator[Move]:
+    """Yield changes of all numbers of a role: its zeros alone, if it is read off outputs."""
     for parts in (BOTH, WEIGHTS, BIASES) if is_biased else (WEIGHTS,):
-        yield Move(MapName(SIGN, "", (role,)), Edited({role: torch.neg}, parts=parts))
-        yield from (name_rounding(role, dtype, parts) for dtype in ROUNDED)
         if "weights" in parts:
-            name = MapName(ROWS_ZERO, "all", (role,))
-            yield Move(name, Edited({role: torch.zeros_like}, parts=parts))
-    if is_biased:
+            yield name_zeros(role, parts)
+        if not is_read:
+            yield Move(MapName(SIGN, "", (role,)), Edited({role: torch.neg}, parts=parts))
+            yield from (name_rounding(role, dtype, parts) for dtype in ROUNDED)
+    if is_biased and not is_read:
         yield Move(MapName(BIAS_MISSING, "", (role,)), Dropped((role,), parts=BIASES))
 
 
