@@ -182,6 +182,15 @@ def interleave_heads_of_queries(state: State) -> None:
         state[name] = heads(state[name], 6).transpose(0, 1).flatten(0, 1)
 
 
+def test_a_head_of_zeros_is_named_beside_another_scale() -> None:
+    layer, state = plain.make(**plain.MANY)
+    for name in ("wv", "bv"):
+        heads(state[name], 5)[3] = 0
+    model, runs = plain.model_and_runs(layer, plain.port(state, layer))
+    found = find_output_moves(model.with_settings(scale=0.1), runs, crosses=False)
+    assert {"rows zero"} <= {move.cause.name for moves in found for move in moves}
+
+
 @pytest.mark.parametrize("is_array", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("edit", "cause"),
