@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from headwise import Attention, compare
 from headwise.diagnosis.moves.move import Move
 from headwise.diagnosis.outputs import scores
-from headwise.diagnosis.outputs.names import FEWEST, apply_move, find_output_moves
+from headwise.diagnosis.outputs.names import FEWEST, find_output_moves
 from headwise.diagnosis.outputs.runs import Runs, agrees
 from headwise.diagnosis.simulation.model import AttentionModel
 from tests.diagnosis.outputs import plain
@@ -36,7 +37,7 @@ def search(
 def reproduce(model: AttentionModel, moves: tuple[Move, ...], runs: Runs) -> bool:
     """True if a model after moves has the outputs of three tokens at the last query."""
     for move in moves:
-        model = apply_move(model, move)
+        model = replace(model, weights=move.apply(model.weights))
     return agrees(model, runs.random_call(model, 9, 3, crosses=False), 1e-5)
 
 

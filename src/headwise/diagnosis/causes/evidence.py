@@ -26,7 +26,7 @@ from headwise.diagnosis.moves.maps import (
     list_square_roles,
 )
 from headwise.diagnosis.moves.move import Move, find_factor_formula
-from headwise.diagnosis.outputs.names import apply_move, find_output_moves, list_unread_moves
+from headwise.diagnosis.outputs.names import find_output_moves, list_unread_moves
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.rounding import default_tolerance
@@ -142,7 +142,7 @@ class Evidence:
                     if move.change.parts == BIASES:
                         details["of"] = "biases alone"
                     yield Variant(
-                        apply_move(self.model, move),
+                        replace(self.model, weights=move.apply(self.model.weights)),
                         parameters,
                         name.repair,
                         details,

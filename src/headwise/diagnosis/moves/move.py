@@ -75,10 +75,9 @@ class Edited(Change):
             name = f"b{role}"
             if name in rows and role not in self.still and "biases" in self.parts:
                 bias = rows[name][None, None] if role == "o" else rows[name][..., None]
-                edited = edit(bias)  # by head, if the output's has more rows: then it stays
-                made[name] = (
-                    edited.view_as(rows[name]) if edited.shape == bias.shape else rows[name]
-                )
+                edited = edit(bias)
+                if edited.shape == bias.shape:  # the output's has no heads to edit
+                    made[name] = edited.view_as(rows[name])
         return made
 
 

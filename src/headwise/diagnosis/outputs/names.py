@@ -89,8 +89,7 @@ def _list_moves(model: AttentionModel, roles: set[str]) -> Iterator[Move]:
     yield from _MoveList(model.weights, rotary).of_roles(roles, {"g"})
     for kind in OTHERS:
         if roles & {*kind.values()} and (rows := view_kind(model.weights, kind)):
-            every = {*kind}
-            moves = _MoveList(rows, rotary).of_roles(every, every)
+            moves = _MoveList(rows, rotary).of_roles({*kind}, {*kind})
             yield from (move.of_kind(kind) for move in moves)
 
 
@@ -192,7 +191,7 @@ class _Search(_MoveList):
             names = [name for tensor in tensors for name in (tensor, bias_of(tensor))]
             made = list[tuple[Move, object, State]]()
             for move in _list_moves(self.model, roles):
-                weights = apply_move(self.model, move).weights
+                weights = move.apply(self.model.weights)
                 if any(weights.get(n) is not self.model.weights.get(n) for n in names):
                     made.append((move, _key_of_change(move, roles, self), weights))
             return made
@@ -445,8 +444,3 @@ def _zero_heads(
     name = MapName(cause, _list_heads(heads), (role,), 0, (("heads", heads),))
     cleared = Edited({role: torch.zeros_like}, parts=parts)
     return Move(name, Limited(cleared, (role,), heads, parts=parts))
-
-
-def apply_move(model: AttentionModel, move: Move) -> AttentionModel:
-    """Return the model with a fault of weights."""
-    return replace(model, weights=move.apply(model.weights))
