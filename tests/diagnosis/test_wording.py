@@ -20,7 +20,7 @@ from headwise.diagnosis.causes.evidence import Family, Variant
 from headwise.diagnosis.comparison import FoundCause
 from headwise.diagnosis.moves.find import find_state_moves
 from headwise.diagnosis.patterns import describe_matrix
-from headwise.diagnosis.repairs.rows import write_form, write_row_lines
+from headwise.diagnosis.repairs.rows import write_form, write_weight_lines
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.parts import holds_modules
@@ -184,8 +184,8 @@ def test_a_factor_of_the_output_bias_is_undone_in_it() -> None:
     model = NativeSubject(spread()).model
     wrong = {**model.weights, "bo": 3 * model.weights["bo"]}
     [move] = find_state_moves(wrong, model.weights).moves
-    assert move.name.repair == "undo it in bo: factor: output bias, 3"
-    assert write_row_lines(wrong, model.weights) == ("bo = bo / 3.0",)
+    assert move.name.repair == "undo it in bo: factor: 3"
+    assert write_weight_lines(wrong, model.weights) == ("bo = bo / 3.0",)
 
 
 @pytest.mark.parametrize(

@@ -366,8 +366,8 @@ def verify_opened(
             )
         config = first.config or second.config
         runs = tensors.compare_outputs_of_layers(a, b, mine, theirs, config, **counts)
-    differing = [tensor.name for tensor in compared.differences if pair.can_run]
-    moves = tensors.find_module_moves(a, b, pair.layouts, differing, counts)
+    names = [*(tensor.name for tensor in compared.differences), *compared.only_second]
+    moves = tensors.find_module_moves(a, b, pair.layouts, names if pair.can_run else (), counts)
     is_same = bool(compared) and all(layer.is_same for layer in runs)
     if is_same and not pair.is_decided:
         return Diagnosis(verdict=Verdict.INCONCLUSIVE, notes=pair.lines)

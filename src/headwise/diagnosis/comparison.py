@@ -312,6 +312,8 @@ def format_noun_with_numbers(noun: str, numbers: Sequence[int]) -> str:
 
 
 def _format_roles(roles: str) -> str:
+    if {*roles} - {*"qkvog"}:  # other tensors
+        return " and ".join(roles.split())
     if len(roles) == 1:
         return f"projection {roles}"
     return f"projections {', '.join(roles[:-1])} and {roles[-1]}"

@@ -55,12 +55,26 @@ WIDER = {
     "out_dim": "embed_dim",
     "gate_width": "value_dim",
 }
+# Tensors of one kind, by the role of their heads: rows move among the tensors of a kind alone.
+KINDS: tuple[dict[str, str], ...] = (
+    {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "g": "wg"},
+    {"q": "q_norms", "k": "k_norms"},
+    {"q": "q_norm", "k": "k_norm"},
+    {"k": "extra_k", "v": "extra_v"},
+    {"q": "sink"},
+    {"o": "bo"},
+)
 BIASES = ("bq", "bk", "bv", "bo", "bg")
 NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
 # Optional tensors of every layout. One layer may hold the distances of all.
 OPTIONAL = (*BIASES, *(f"{norm}_bias" for norm in NORMS), "distances")
 # Tensors with a rotated head_dim, in which the order of channels matters.
 ROTATED = ("wq", "wk", "bq", "bk", "extra_k", *NORMS, *(f"{norm}_bias" for norm in NORMS))
+
+
+def bias_of(name: str) -> str:
+    """Return the name of the bias of a canonical tensor: bq of wq, q_norm_bias of q_norm."""
+    return f"b{name[1:]}" if name.startswith("w") else f"{name}_bias"
 
 
 def take_heads(state: State, heads: Sequence[int], kv_heads: Sequence[int]) -> State:

@@ -19,6 +19,8 @@ from headwise.diagnosis.catalogue import (
     LAYERS_EXCHANGED,
     LAYERS_OFF_BY_ONE,
     MATRIX_TRANSPOSED,
+    NORM_WEIGHTS_EXCHANGED,
+    NORM_WEIGHTS_ORDER,
     PAGES,
     RANKS,
     REPORTED,
@@ -156,8 +158,9 @@ def test_causes_without_a_search_of_their_own_are_those_of_moves() -> None:
         for row_map in make_row_map_catalogue(sizes, (40,) * 4).maps
         for name in row_map.names
     }
-    moved |= {each.names[0].cause for each in list_matrix_maps(rows, rows.head_counts_and_dims())}
+    moved |= {each.names[0].cause for each in list_matrix_maps(rows, RowSizes.of(rows))}
     changed = {FUSED_ROW_CUT, MATRIX_TRANSPOSED, SIGN, FACTOR, ROWS_ZERO}
+    changed |= {NORM_WEIGHTS_EXCHANGED, NORM_WEIGHTS_ORDER}  # of rows of q and k
     layers = {LAYERS_EXCHANGED, LAYERS_OFF_BY_ONE}
     assert {*CAUSES} == {*SEARCHES} | moved | changed | layers
 

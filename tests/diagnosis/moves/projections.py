@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.maps import Rows
+from headwise.diagnosis.moves.maps import join_rows
 from headwise.diagnosis.moves.move import MoveReport
+from headwise.function.weights import State
 
 GEOMETRIES = {  # embed_dim, heads, kv_heads, head_dim
     "mha": (96, 6, 6, 16),
@@ -19,7 +19,7 @@ GEOMETRIES = {  # embed_dim, heads, kv_heads, head_dim
 }
 
 
-def projections(geometry: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Rows:
+def projections(geometry: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> State:
     columns, heads, kv_heads, head_dim = GEOMETRIES[geometry]
     generator = torch.Generator().manual_seed(seed)
 
@@ -27,35 +27,35 @@ def projections(geometry: str, *, seed: int = 0, dtype: torch.dtype = torch.floa
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     counts = {"q": heads, "k": kv_heads, "v": kv_heads, "o": heads}
-    return Rows(
-        {role: draw(count, head_dim, columns) for role, count in counts.items()},
-        {role: draw(count, head_dim) for role, count in counts.items() if role != "o"},
-    )
+    return {
+        **{f"w{role}": draw(count, head_dim, columns) for role, count in counts.items()},
+        **{f"b{role}": draw(count, head_dim) for role, count in counts.items() if role != "o"},
+    }
 
 
-def edited(rows: Rows, edit: Callable[[Tensor], Tensor], *roles: str) -> Rows:
+def edited(rows: State, edit: Callable[[Tensor], Tensor], *roles: str) -> State:
     """Rows of (heads, channels, columns) after an edit, of these roles; so are the biases."""
-    matrices, biases = dict(rows.matrices), dict(rows.biases)
+    made = dict(rows)
     for role in roles:
-        matrices[role] = edit(matrices[role]).reshape(matrices[role].shape)
-        if role in biases:
-            biases[role] = edit(biases[role][..., None]).reshape(biases[role].shape)
-    return Rows(matrices, biases)
+        made[f"w{role}"] = edit(rows[f"w{role}"]).reshape(rows[f"w{role}"].shape)
+        if (bias := rows.get(f"b{role}")) is not None:
+            made[f"b{role}"] = edit(bias[..., None]).reshape(bias.shape)
+    return made
 
 
-def refused(rows: Rows, edit: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> Rows:
+def refused(rows: State, edit: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> State:
     """Rows after q, k and v are one matrix, [q; k; v], and an edit makes three of it."""
-    matrices, biases = dict(rows.matrices), dict(rows.biases)
-    fused = torch.cat([rows.matrix_of_role(role) for role in "qkv"])
-    bias = torch.cat([rows.biases[role].flatten() for role in "qkv"])[:, None]
+    made = dict(rows)
+    fused = torch.cat([join_rows(rows, role) for role in "qkv"])
+    bias = torch.cat([rows[f"b{role}"].flatten() for role in "qkv"])[:, None]
     for role, weight, vector in zip("qkv", edit(fused), edit(bias), strict=True):
-        matrices[role] = weight.reshape(matrices[role].shape)
-        biases[role] = vector.reshape(biases[role].shape)
-    return Rows(matrices, biases)
+        made[f"w{role}"] = weight.reshape(rows[f"w{role}"].shape)
+        made[f"b{role}"] = vector.reshape(rows[f"b{role}"].shape)
+    return made
 
 
-def without_biases(rows: Rows) -> Rows:
-    return replace(rows, biases={})
+def without_biases(rows: State) -> State:
+    return {name: x for name, x in rows.items() if name[0] == "w"}
 
 
 def by_channel(x: Tensor) -> Tensor:
@@ -75,10 +75,9 @@ def halves(x: Tensor, heads: int | None = None) -> Tensor:
     return flat.transpose(1, 2)
 
 
-def assert_same_rows(a: Rows, b: Rows) -> None:
-    assert all(torch.equal(a.matrices[role], b.matrices[role]) for role in a.roles)
-    assert a.biases.keys() == b.biases.keys()
-    assert all(torch.equal(a.biases[role], b.biases[role]) for role in a.biases)
+def assert_same_rows(a: State, b: State) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(x, b[name]) for name, x in a.items())
 
 
 def is_exact(report: MoveReport) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from headwise.diagnosis.moves.find import find_moves
-from headwise.diagnosis.moves.maps import Rows
+from headwise.diagnosis.moves.maps import join_rows
 from headwise.diagnosis.moves.move import apply_moves
+from headwise.function.weights import State
 from tests.diagnosis.moves.projections import (
     assert_same_rows,
     by_channel,
@@ -24,7 +23,7 @@ from tests.diagnosis.moves.projections import (
 F64 = torch.float64
 
 
-def causes(a: Rows, b: Rows, **options: float) -> list[tuple[str, tuple[str, ...]]]:
+def causes(a: State, b: State, **options: float) -> list[tuple[str, tuple[str, ...]]]:
     report = find_moves(a, b, **options)  # type: ignore[arg-type]
     assert report.unexplained == ()
     return [(move.cause.name, move.roles) for move in report.moves]
@@ -45,7 +44,7 @@ def test_a_rounding_is_named_beside_a_move(dtype: torch.dtype) -> None:
 
 def test_weights_stored_in_another_dtype_are_compared() -> None:
     b = without_biases(projections("mha"))
-    a = Rows({role: x.to(torch.bfloat16) for role, x in b.matrices.items()})
+    a = {name: x.to(torch.bfloat16) for name, x in without_biases(b).items()}
     assert causes(a, b) == [("dtype's rounding of weights", ("q", "k", "v", "o"))]
     assert causes(b, a) == [("dtype's rounding of weights", ("q", "k", "v", "o"))]
 
@@ -91,9 +90,9 @@ def test_a_factor_is_measured(factor: float) -> None:
 def test_a_factor_of_some_heads_or_channels_says_which() -> None:
     b = without_biases(projections("mha", dtype=F64))
     a = edited(b, torch.clone, "k", "q", "v")
-    a.matrices["k"][2] *= 3
-    a.matrices["q"][:, 8:] *= -1
-    a.matrices["v"][:, 1::2] *= -1
+    a["wk"][2] *= 3
+    a["wq"][:, 8:] *= -1
+    a["wv"][:, 1::2] *= -1
     moves = {move.roles: move for move in find_moves(a, b).moves}
     assert moves["k",].cause.name == "factor"
     assert dict(moves["k",].name.parameters)["heads"] == (2,)
@@ -105,7 +104,7 @@ def test_a_factor_of_some_heads_or_channels_says_which() -> None:
 def test_factors_near_one_that_differ_between_heads_are_not_named() -> None:
     b = without_biases(projections("mha", dtype=F64))
     a = edited(b, torch.clone, "k")
-    for head, matrix in enumerate(a.matrices["k"]):
+    for head, matrix in enumerate(a["wk"]):
         matrix *= 1 + 1e-5 * (head + 1)
     report = find_moves(a, b)
     assert (report.moves, report.unexplained) == ((), ("k",))
@@ -114,7 +113,7 @@ def test_factors_near_one_that_differ_between_heads_are_not_named() -> None:
 def test_rows_of_zeros_are_listed() -> None:
     b = without_biases(projections("mha"))
     a = edited(edited(b, torch.clone, "k"), torch.zeros_like, "v")
-    a.matrices["k"][[1, 4]] = 0
+    a["wk"][[1, 4]] = 0
     moves = {move.roles: move for move in find_moves(a, b).moves}
     assert {move.cause.name for move in moves.values()} == {"rows zero"}
     assert dict(moves["k",].name.parameters)["heads"] == (1, 4)
@@ -135,8 +134,8 @@ def test_a_role_that_is_new_leaves_the_others_explained() -> None:
 def test_three_mistakes_of_separate_roles_are_all_named() -> None:
     b = without_biases(projections("square"))
     a = edited(edited(b, pairs, "q", "k"), by_channel, "v")
-    matrices = {**a.matrices, "o": b.matrix_of_role("o").T.reshape(b.matrices["o"].shape)}
-    assert sorted(causes(Rows(matrices), b)) == [
+    a = {**a, "wo": join_rows(b, "o").T.reshape(b["wo"].shape)}
+    assert sorted(causes(without_biases(a), b)) == [
         ("heads interleaved", ("v",)),
         ("rotary permutation missing", ("q", "k")),
         ("square matrix transposed", ("o",)),
@@ -148,13 +147,13 @@ def test_transposed_activations_are_recognised() -> None:
     weights = without_biases(projections("square", dtype=F64))
     x = torch.randn(64, 40, dtype=F64, generator=torch.Generator().manual_seed(2))
 
-    def activations(*, transposed: bool) -> Rows:
-        flat = {role: weights.matrix_of_role(role) for role in "qkv"}
+    def activations(*, transposed: bool) -> State:
+        flat = {role: join_rows(weights, role) for role in "qkv"}
         made = {role: (w.T if transposed else w) @ x for role, w in flat.items()}
-        return Rows({role: y.view(4, 16, -1) for role, y in made.items()})
+        return {f"w{role}": y.view(4, 16, -1) for role, y in made.items()}
 
     b, turned = activations(transposed=False), activations(transposed=True)
-    a = replace(b, matrices={**b.matrices, "k": turned.matrices["k"] * (1 + 1e-15)})
+    a = {**b, "wk": turned["wk"] * (1 + 1e-15)}
     assert causes(a, b, transposed=turned) == [("square matrix transposed", ("k",))]
     a = edited(a, halves, "k")
     first, second = find_moves(a, b, transposed=turned).moves
@@ -168,7 +167,7 @@ def test_transposed_activations_are_recognised() -> None:
 def test_biases_may_stay_where_they_are() -> None:
     """A permutation that forgets the biases."""
     b = projections("gqa-of-4")
-    a = replace(edited(b, pairs, "q", "k"), biases=b.biases)
+    a = {**b, **without_biases(edited(b, pairs, "q", "k"))}
     [move] = find_moves(a, b).moves
     assert (move.cause.name, move.roles, move.change.parts) == (
         "rotary permutation missing",
@@ -180,7 +179,7 @@ def test_biases_may_stay_where_they_are() -> None:
 
 def test_biases_may_move_alone() -> None:
     b = projections("mha")
-    a = replace(b, biases={**b.biases, "k": b.biases["v"], "v": b.biases["k"]})
+    a = {**b, "bk": b["bv"], "bv": b["bk"]}
     [move] = find_moves(a, b).moves
     assert (move.cause.name, move.roles, move.change.parts) == (
         "k and v exchanged",
@@ -192,22 +191,22 @@ def test_biases_may_move_alone() -> None:
 
 def test_biases_may_be_zero_missing_or_new() -> None:
     b = projections("mha")
-    zero = torch.zeros_like(b.biases["k"])
-    a = replace(b, biases={"k": zero, "v": b.biases["v"]})
+    zero = torch.zeros_like(b["bk"])
+    a = {**without_biases(b), "bk": zero, "bv": b["bv"]}
     assert [str(move) for move in find_moves(a, b).moves] == [
         "bias missing (q, biases alone)",
         "bias missing: zero (k, biases alone)",
     ]
     assert_same_rows(apply_moves(find_moves(a, b).moves, b), a)
-    absent = replace(b, biases={"q": b.biases["q"], "v": b.biases["v"]})
-    assert causes(replace(absent, biases={**absent.biases, "k": zero}), absent) == []
-    a = replace(b, biases={**b.biases, "q": torch.randn(b.biases["q"].shape)})
+    absent = {name: x for name, x in b.items() if name != "bk"}
+    assert causes({**absent, "bk": zero}, absent) == []
+    a = {**b, "bq": torch.randn(b["bq"].shape)}
     assert find_moves(a, b).unexplained == ("bias of q",)
 
 
 def test_a_factor_of_weights_may_leave_the_bias_out() -> None:
     b = projections("mha", dtype=F64)
-    a = Rows({**b.matrices, "q": b.matrices["q"] / 4}, b.biases)
+    a = {**b, "wq": b["wq"] / 4}
     moves = find_moves(a, b)
     assert_same_rows(apply_moves(moves.moves, b), a)
     assert moves.unexplained == ()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
 from headwise.diagnosis.moves.find import find_moves
-from headwise.diagnosis.moves.maps import Rows
+from headwise.diagnosis.moves.maps import join_rows
 from headwise.diagnosis.moves.move import apply_moves
 from headwise.errors import ShapeError
+from headwise.function.weights import State
 from tests.diagnosis.moves.projections import (
     GEOMETRIES,
     assert_same_rows,
@@ -25,16 +25,13 @@ from tests.diagnosis.moves.projections import (
 )
 from tests.quick import others_slow
 
-Mistake = Callable[[Rows], Rows]
+Mistake = Callable[[State], State]
 
 
 def exchanged(first: str, second: str) -> Mistake:
-    def exchange(rows: Rows) -> Rows:
+    def exchange(rows: State) -> State:
         names = {first: second, second: first}
-        return Rows(
-            {role: rows.matrices[names.get(role, role)] for role in rows.roles},
-            {role: rows.biases[names.get(role, role)] for role in rows.biases},
-        )
+        return {name: rows[name[0] + names.get(name[1], name[1])] for name in rows}
 
     return exchange
 
@@ -43,23 +40,23 @@ def on(edit: Callable[..., torch.Tensor], *roles: str) -> Mistake:
     return lambda rows: edited(rows, edit, *roles)
 
 
-def nested(rows: Rows) -> Rows:
+def nested(rows: State) -> State:
     """Stored (3, heads, d), read (heads, 3, d)."""
-    heads, head_dim, _ = rows.matrices["q"].shape
+    heads, head_dim, _ = rows["wq"].shape
     return refused(rows, lambda x: x.view(heads, 3, head_dim, -1).unbind(1))
 
 
-def in_groups(rows: Rows) -> Rows:
+def in_groups(rows: State) -> State:
     """Stored [q; k; v], read (kv_heads, group + 1 + 1, d)."""
-    (heads, d, _), kv_heads = rows.matrices["q"].shape, rows.matrices["k"].shape[0]
+    (heads, d, _), kv_heads = rows["wq"].shape, rows["wk"].shape[0]
     group = heads // kv_heads
     return refused(rows, lambda x: x.view(kv_heads, group + 2, d, -1).split([group, 1, 1], dim=1))
 
 
-def cut_early(rows: Rows) -> Rows:
+def cut_early(rows: State) -> State:
     """The slice of k begins one head early, and that of v three rows late, with rows of k again."""
-    q, k, v = (rows.matrix_of_role(role).shape[0] for role in "qkv")
-    head_dim = rows.matrices["q"].shape[1]
+    q, k, v = (join_rows(rows, role).shape[0] for role in "qkv")
+    head_dim = rows["wq"].shape[1]
 
     def cut(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         early = q + k - 3
@@ -68,9 +65,9 @@ def cut_early(rows: Rows) -> Rows:
     return refused(rows, cut)
 
 
-def reordered(rows: Rows) -> Rows:
+def reordered(rows: State) -> State:
     """Stored [q; k; v], read [k; q; v]."""
-    q, k, v = (rows.matrix_of_role(role).shape[0] for role in "qkv")
+    q, k, v = (join_rows(rows, role).shape[0] for role in "qkv")
     return refused(rows, lambda x: [x.split([k, q, v])[i] for i in (1, 0, 2)])
 
 
@@ -78,11 +75,9 @@ def output_groups(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(0, (2, -1)).transpose(0, 1)
 
 
-def transposed(rows: Rows, *roles: str) -> Rows:
-    matrices = dict(rows.matrices)
-    for role in roles:
-        matrices[role] = rows.matrix_of_role(role).T.reshape(matrices[role].shape)
-    return replace(rows, matrices=matrices)
+def transposed(rows: State, *roles: str) -> State:
+    made = (join_rows(rows, role).T.reshape(rows[f"w{role}"].shape) for role in roles)
+    return {**rows, **{f"w{role}": x for role, x in zip(roles, made, strict=True)}}
 
 
 CASES: list[tuple[str, str, Mistake, str]] = [
@@ -156,7 +151,7 @@ def test_only_the_rotated_channels_are_permuted(width: int) -> None:
 @pytest.mark.parametrize("geometry", others_slow(GEOMETRIES))
 def test_heads_in_any_order_are_found(geometry: str) -> None:
     b = projections(geometry)
-    heads = b.matrices["q"].shape[0]
+    heads = b["wq"].shape[0]
     order = torch.randperm(heads, generator=torch.Generator().manual_seed(3))
     a = edited(b, lambda x: x[order], "q", "o")
     [move] = find_moves(a, b).moves
@@ -183,7 +178,7 @@ def test_a_changed_entry_is_not_explained() -> None:
     b = projections("mha")
     a = exchanged("q", "k")(b)
     a = edited(a, torch.clone, "v")
-    a.matrices["v"][3, 2, 1] += 1
+    a["wv"][3, 2, 1] += 1
     report = find_moves(a, b)
     assert not is_exact(report)
     assert "v" in report.unexplained
@@ -192,10 +187,10 @@ def test_a_changed_entry_is_not_explained() -> None:
 def test_rows_that_are_equal_do_no_harm() -> None:
     """Repeated kv heads, zero rows and rows of ones leave the name as it is."""
     b = projections("mha")
-    b.matrices["k"][1::2] = b.matrices["k"][::2]
-    b.matrices["q"][2] = 0
-    b.matrices["v"][4, 3:] = 1
-    b.matrices["o"][:, 5] = b.matrices["o"][0, 5]
+    b["wk"][1::2] = b["wk"][::2]
+    b["wq"][2] = 0
+    b["wv"][4, 3:] = 1
+    b["wo"][:, 5] = b["wo"][0, 5]
     [move] = find_moves(nested(b), b).moves
     assert move.cause.name == "nesting of fused rows"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from headwise import Attention, compare
 from headwise.diagnosis.moves.move import Move
 from headwise.diagnosis.outputs import scores
-from headwise.diagnosis.outputs.names import FEWEST, apply_move, find_output_moves
+from headwise.diagnosis.outputs.names import FEWEST, find_output_moves
 from headwise.diagnosis.outputs.runs import Runs, agrees
 from headwise.diagnosis.simulation.model import AttentionModel
 from tests.diagnosis.outputs import plain
@@ -36,7 +37,7 @@ def search(
 def reproduce(model: AttentionModel, moves: tuple[Move, ...], runs: Runs) -> bool:
     """True if a model after moves has the outputs of three tokens at the last query."""
     for move in moves:
-        model = apply_move(model, move)
+        model = replace(model, weights=move.apply(model.weights))
     return agrees(model, runs.random_call(model, 9, 3, crosses=False), 1e-5)
 
 
@@ -180,6 +181,15 @@ def negate_a_kv_head(state: State) -> None:
 def interleave_heads_of_queries(state: State) -> None:
     for name in ("wq", "bq"):
         state[name] = heads(state[name], 6).transpose(0, 1).flatten(0, 1)
+
+
+def test_a_head_of_zeros_is_named_beside_another_scale() -> None:
+    layer, state = plain.make(**plain.MANY)
+    for name in ("wv", "bv"):
+        heads(state[name], 5)[3] = 0
+    model, runs = plain.model_and_runs(layer, plain.port(state, layer))
+    found = find_output_moves(model.with_settings(scale=0.1), runs, crosses=False)
+    assert {"rows zero"} <= {move.cause.name for moves in found for move in moves}
 
 
 @pytest.mark.parametrize("is_array", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.repairs.lines import translate
-from headwise.diagnosis.repairs.rows import write_index, write_row_lines
+from headwise.diagnosis.repairs.rows import write_index, write_weight_lines
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WIDTH = 6, 2, 8, 5, 26
 SHAPES = {"q": (HEADS, HEAD_DIM), "k": (KV_HEADS, HEAD_DIM), "v": (KV_HEADS, VALUE_DIM)}
@@ -97,7 +97,7 @@ FAULTS: dict[str, Callable[[Flat], Flat]] = {
 def test_lines_make_the_right_weights(fault: str, language: str) -> None:
     flat = stored()
     wrong = FAULTS[fault](flat)
-    lines = write_row_lines(canonical(wrong), canonical(flat))
+    lines = write_weight_lines(canonical(wrong), canonical(flat))
     assert lines
     made = run(lines, wrong, language)
     for name, x in flat.items():
@@ -110,7 +110,7 @@ def test_a_whole_role_is_exchanged() -> None:
     right = {f"w{r}": torch.randn(*s, WIDTH, generator=generator) for r, s in shapes.items()}
     right |= {f"b{r}": torch.randn(*s, generator=generator) for r, s in shapes.items()}
     wrong = {"wq": right["wk"], "wk": right["wq"], "bq": right["bk"], "bk": right["bq"]}
-    assert write_row_lines(wrong, right) == ("wq, wk = wk, wq", "bq, bk = bk, bq")
+    assert write_weight_lines(wrong, right) == ("wq, wk = wk, wq", "bq, bk = bk, bq")
 
 
 LOST: dict[str, Callable[[Flat], Flat]] = {
@@ -125,11 +125,11 @@ LOST: dict[str, Callable[[Flat], Flat]] = {
 @pytest.mark.parametrize("fault", LOST)
 def test_there_is_no_line_for_numbers_that_are_lost_or_for_no_order(fault: str) -> None:
     flat = stored()
-    assert write_row_lines(canonical(LOST[fault](flat)), canonical(flat)) == ()
+    assert write_weight_lines(canonical(LOST[fault](flat)), canonical(flat)) == ()
 
 
 def test_equal_weights_have_no_line() -> None:
-    assert write_row_lines(canonical(stored()), canonical(stored())) == ()
+    assert write_weight_lines(canonical(stored()), canonical(stored())) == ()
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,21 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.moves.find import HeadsAndOutput, extract_rows, find_moves, replace_rows
-from headwise.diagnosis.moves.gate import list_gate_moves
-from headwise.diagnosis.moves.maps import BIASES, MatrixMap, Rows
+from headwise.diagnosis.moves.find import HeadsAndOutput, find_moves
+from headwise.diagnosis.moves.maps import (
+    BIASES,
+    TENSORS,
+    MatrixMap,
+    list_roles,
+    list_square_roles,
+)
 from headwise.diagnosis.moves.move import Move, find_factor_formula
-from headwise.diagnosis.outputs.names import apply_move, find_output_moves
+from headwise.diagnosis.outputs.names import find_output_moves, list_unread_moves
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.rounding import default_tolerance
 from headwise.function.stages import STAGES
+from headwise.function.weights import State
 
 NEAR = 0.1  # of a fitted number, by which rounding may move it
 STAGE_OF = {"q": "q", "k": "k", "v": "v", "o": "output"}
@@ -114,8 +120,10 @@ class Evidence:
     def output_moves(self) -> tuple[tuple[Move, ...], ...]:
         """Sequences of moves that outputs show; each explains a part of them, or all."""
         runs = self.calls[0].runs
-        if runs is None or not self.gaps.cells_beyond_rounding:
+        if not self.gaps.cells_beyond_rounding:
             return ()
+        if runs is None:
+            return tuple((move,) for move in list_unread_moves(self.model))
         crosses = all(call.inputs.source is not None for call in self.calls)
         return find_output_moves(self.model, runs, crosses=crosses)
 
@@ -127,26 +135,19 @@ class Evidence:
             for place, move in enumerate(moves):
                 names = (each for each in (move.name, *move.equals) if each.cause == cause)
                 if (name := next(names, None)) is not None:
-                    parameters = {"roles": "".join(name.roles), **dict(name.parameters)}
+                    between = "" if move.kind == TENSORS else " "
+                    parameters = {"roles": between.join(name.roles), **dict(name.parameters)}
                     later = {role for after in moves[place + 1 :] for role in after.roles}
                     details = self._describe_factor(parameters)
                     if move.change.parts == BIASES:
                         details["of"] = "biases alone"
                     yield Variant(
-                        apply_move(self.model, move),
+                        replace(self.model, weights=move.apply(self.model.weights)),
                         parameters,
                         name.repair,
                         details,
                         is_step=number >= count or not later.isdisjoint(move.roles),
                     )
-
-        for each in list_gate_moves(self.model.weights) if self.shows_outputs_alone else ():
-            if each.name.cause == cause:
-                yield Variant(
-                    self.model.with_weights(**each.changes),
-                    {"roles": "".join(each.name.roles)},
-                    each.name.repair,
-                )
 
     def _describe_factor(self, parameters: Mapping[str, Any]) -> dict[str, str]:
         """Return the formula of a factor, and where that of dropout can be; {} for none."""
@@ -219,11 +220,12 @@ def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
     rows = _collect_stage_rows(model, calls) if calls else None
     if rows is None:
         return
-    rotary, biases = model.settings.rotation, extract_rows(model.weights).biases
-    transposed = _predict_with_transposed_square_matrices(model, calls, rows[0].roles)
-    for still in ((), tuple(biases)) if biases else ((),):
-        a, b = (_subtract_biases(side, biases, still) for side in rows)
-        turned = None if transposed is None else _subtract_biases(transposed, biases, still)
+    rotary, weights = model.settings.rotation, model.weights
+    biased = tuple(role for role in "qkv" if f"b{role}" in weights)
+    transposed = _predict_with_transposed_square_matrices(model, calls, list_roles(rows[0]))
+    for still in dict.fromkeys(((), biased)):
+        a, b = (_subtract_biases(side, weights, still) for side in rows)
+        turned = None if transposed is None else _subtract_biases(transposed, weights, still)
         report = find_moves(
             a,
             b,
@@ -238,10 +240,11 @@ def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
             return
 
 
-def _subtract_biases(rows: Rows, biases: Mapping[str, Tensor], roles: Sequence[str]) -> Rows:
-    return Rows(
-        {r: x - biases[r][..., None] if r in roles else x for r, x in rows.matrices.items()}
-    )
+def _subtract_biases(rows: State, weights: State, roles: Sequence[str]) -> State:
+    return {
+        name: x - weights[f"b{name[1]}"][..., None] if name[1] in roles else x
+        for name, x in rows.items()
+    }
 
 
 def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
@@ -251,9 +254,9 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
         return
     heads = [call.stages["head outputs"].transpose(1, 2).flatten(0, 1) for call in calls]
     outputs = [call.stages["output"].flatten(0, 1) for call in calls]
-    rows, bias = extract_rows(model.weights), model.weights.get("bo")
+    rows, bias = model.weights, model.weights.get("bo")
     shapes = {(*x.shape[1:], *y.shape[1:]) for x, y in zip(heads, outputs, strict=True)}
-    if shapes != {tuple(rows.matrices["o"].shape)}:
+    if shapes != {tuple(rows["wo"].shape)}:
         return
     output = torch.cat(outputs)
     tolerance = max(default_tolerance(call.dtype) for call in calls)
@@ -266,19 +269,19 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
 
 def _collect_stage_rows(
     model: AttentionModel, calls: Sequence[RecordedCall]
-) -> tuple[Rows, Rows] | None:
+) -> tuple[State, State] | None:
     roles = [role for role in "qkv" if all(role in call.stages for call in calls)]
-    ours = {role: _channels_by_head([call.stages[role] for call in calls]) for role in roles}
-    theirs = _predict_rows(model, calls, roles).matrices
-    ours = {role: x for role, x in ours.items() if x.shape == theirs[role].shape}
-    return (Rows(ours), Rows({role: theirs[role] for role in ours})) if ours else None
+    ours = {f"w{role}": _channels_by_head([c.stages[role] for c in calls]) for role in roles}
+    theirs = _predict_rows(model, calls, roles)
+    ours = {name: x for name, x in ours.items() if x.shape == theirs[name].shape}
+    return (ours, {name: theirs[name] for name in ours}) if ours else None
 
 
 def _predict_rows(
     model: AttentionModel, calls: Sequence[RecordedCall], roles: Iterable[str]
-) -> Rows:
+) -> State:
     predicted = ((role, (model.predict_stage(role, call) for call in calls)) for role in roles)
-    return Rows({role: _channels_by_head(stages) for role, stages in predicted})
+    return {f"w{role}": _channels_by_head(stages) for role, stages in predicted}
 
 
 def _channels_by_head(stages: Iterable[Tensor]) -> Tensor:
@@ -288,12 +291,11 @@ def _channels_by_head(stages: Iterable[Tensor]) -> Tensor:
 
 def _predict_with_transposed_square_matrices(
     model: AttentionModel, calls: Sequence[RecordedCall], roles: Sequence[str]
-) -> Rows | None:
-    weights = extract_rows(model.weights)
-    square = tuple(role for role in weights.list_square_roles() if role in roles)
+) -> State | None:
+    square = tuple(role for role in list_square_roles(model.weights) if role in roles)
     if not square:
         return None
-    turned = replace_rows(model.weights, MatrixMap(square, is_square=True).apply(weights))
+    turned = MatrixMap(square, is_square=True).apply(model.weights)
     return _predict_rows(replace(model, weights=turned), calls, square)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants, flatten_tokens
-from headwise.diagnosis.moves.families import interleave_pairs, split_pairs
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
 from headwise.errors import OptionError
 from headwise.function.norm import normalise_heads
@@ -96,41 +95,6 @@ def _norm_weights_missing(evidence: Evidence) -> Variants:
         if any(not torch.equal(weights[name], x) for name, x in changes.items()):
             model = evidence.model.with_weights(**changes)
             yield Variant(model, {"missing": words, "roles": roles}, LOAD_NORMS)
-
-
-def _norm_weights_exchanged(evidence: Evidence) -> Variants:
-    weights = evidence.model.weights
-    repair = "load the weight of q's norm into the norm of q, that of k's into the norm of k"
-    named = {"weights": ("norm", "norms"), "biases": ("norm_bias", "norms_bias")}
-    pairs = {
-        words: [(f"q_{name}", f"k_{name}") for name in names if f"q_{name}" in weights]
-        for words, names in named.items()
-    }
-    for parts in (("weights", "biases"), ("weights",), ("biases",)):
-        exchanged = [pair for part in parts for pair in pairs[part]]
-        is_alike = all(weights[q].shape == weights[k].shape for q, k in exchanged)
-        is_same = all(torch.equal(weights[q], weights[k]) for q, k in exchanged)
-        if is_alike and not is_same and all(pairs[part] for part in parts):
-            changes = {q: weights[k] for q, k in exchanged} | {k: weights[q] for q, k in exchanged}
-            words = " and ".join(parts)
-            yield Variant(evidence.model.with_weights(**changes), {"exchanged": words}, repair)
-
-
-def _norm_weights_order(evidence: Evidence) -> Variants:
-    weights, rule = evidence.model.weights, evidence.model.settings.rotation
-    if rule is None:
-        return
-    names = [f"{role}_norm{end}" for role in "qk" for end in ("", "_bias", "s", "s_bias")]
-    repair = "reorder the weights of both norms as the rows of q and k"
-    for order, permute in (("neighbours", interleave_pairs), ("halves", split_pairs)):
-        changes = {}
-        for name in weights.keys() & {*names}:
-            rows = weights[name].reshape(-1, weights["wq"].shape[1], 1)
-            changes[name] = permute(rows, int(rule.width)).reshape(weights[name].shape)
-        if all(torch.equal(weights[name], other) for name, other in changes.items()):
-            continue
-        model = evidence.model.with_weights(**changes)
-        yield Variant(model, {"order": f"that of {order}"}, repair)
 
 
 def _norm_of_another_role(evidence: Evidence) -> Variants:

@@ -13,10 +13,11 @@ from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence, Variant, Variants, flatten_tokens
 from headwise.diagnosis.moves import find
-from headwise.diagnosis.moves.maps import MapName, Rows
+from headwise.diagnosis.moves.maps import MapName, join_rows, list_roles
 from headwise.diagnosis.moves.move import ROUNDED, cast_and_back, format_dtype
 from headwise.diagnosis.simulation import gaps, merging
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.function.weights import State
 
 
 def _q_and_k_exchanged(evidence: Evidence) -> Variants:
@@ -85,11 +86,12 @@ STORED = (("q", "k", "v"), ("q", "k"), ("k", "v"), *((role,) for role in STAGE_O
 
 
 def _weights_rounded(evidence: Evidence) -> Variants:
+    yield from evidence.search_moves(catalogue.WEIGHTS_ROUNDED)
     weights, parted = evidence.model.weights, evidence.parted_roles
     together = STORED if evidence.shows_outputs_alone else ()  # which do not tell the roles
     for dtype, roles in product(ROUNDED, dict.fromkeys((parted, *together))):
         repair = MapName(catalogue.WEIGHTS_ROUNDED, format_dtype(dtype), roles).repair
-        for kinds in ("wb", "w"):
+        for kinds in ("wb", "w", "b"):
             names = {f"{kind}{role}" for kind in kinds for role in roles} & weights.keys()
             rounded = {name: cast_and_back(dtype)(weights[name]) for name in names}
             parameters = {"roles": "".join(roles), "dtype": str(dtype)}
@@ -119,7 +121,7 @@ WIDEST = 0.15
 
 
 def _initial_weights(evidence: Evidence) -> Variants:
-    rows = find.extract_rows(evidence.model.weights)
+    rows = evidence.model.weights
     for variant in evidence.search_moves(catalogue.INITIAL_WEIGHTS):  # as outputs show them
         [role] = variant.parameters["roles"]
         matrix, right = (m.weights[f"w{role}"] for m in (variant.model, evidence.model))
@@ -128,7 +130,7 @@ def _initial_weights(evidence: Evidence) -> Variants:
             yield variant
     for role, stage in STAGE_OF.items():
         parted = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
-        if parted != ({gaps.WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
+        if parted != ({gaps.WHOLE} if role == "o" else set(range(rows[f"w{role}"].shape[0]))):
             continue
         tokens = evidence.projection_tokens(role)
         if tokens is None or (whitened := _whiten_tokens(*tokens)) is None:
@@ -147,14 +149,14 @@ def _has_no_trace_of_right_weights(
     evidence: Evidence, role: str, x: Tensor, products: Tensor
 ) -> bool:
     """True if products correlate with the right weights of no projection, as if in this place."""
-    rows = find.extract_rows(evidence.model.weights)
+    rows = evidence.model.weights
     # Where these weights look initialised themselves, some stage must agree as well.
     all_parted = all(evidence.parted_calls_and_heads(stage) for stage in ("q", "k", "v"))
     if all_parted and find.recognise_initialisation(role, rows) is not None:
         return False
-    roles = [role] if role == "o" else [each for each in rows.roles if each != "o"]
+    roles = [role] if role == "o" else [each for each in list_roles(rows) if each != "o"]
     for each in roles:
-        matrix = rows.matrix_of_role(each)
+        matrix = join_rows(rows, each)
         if matrix.shape[0 if role == "o" else 1] != x.shape[1]:
             continue
         right = _whiten_tokens(x, x @ (matrix if role == "o" else matrix.T).double())
@@ -174,10 +176,10 @@ def _rows_correlate(products: Tensor, right: Tensor) -> bool:
     return bool(resemblance >= 5 / products.numel() ** 0.5)
 
 
-def _has_permuted_entries(weights: Tensor, rows: Rows) -> bool:
+def _has_permuted_entries(weights: Tensor, rows: State) -> bool:
     ours = weights.flatten().sort().values
-    for role in rows.roles:
-        theirs = rows.matrix_of_role(role).double().flatten().sort().values
+    for role in list_roles(rows):
+        theirs = rows[f"w{role}"].double().flatten().sort().values
         apart = (ours - theirs).norm() / theirs.norm() if len(ours) == len(theirs) else torch.inf
         if apart * len(ours) ** 0.5 < MOVED:
             return True

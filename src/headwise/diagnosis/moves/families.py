@@ -21,22 +21,27 @@ _BY_RANK: Splits = {"heads": ("ranks", "rank_heads"), "kv_heads": ("ranks", "ran
 EXCHANGED, BLOCKS, NESTED, GROUPS, BY_RANK, COPIED = 0, 100, 200, 300, 400, 900
 
 
-_EXCHANGES = {
-    catalogue.Q_AND_K_EXCHANGED: ("q", "k"),
-    catalogue.K_AND_V_EXCHANGED: ("k", "v"),
-    catalogue.Q_AND_V_EXCHANGED: ("q", "v"),
-}
+_EXCHANGES = (
+    (catalogue.Q_AND_K_EXCHANGED, "", ("q", "k")),
+    (catalogue.K_AND_V_EXCHANGED, "", ("k", "v")),
+    (catalogue.Q_AND_V_EXCHANGED, "", ("q", "v")),
+    (catalogue.FUSED_ROW_ORDER, "heads [q|gate] read as heads [gate|q]", ("q", "g")),
+    *(
+        (catalogue.ANOTHER_ROLE, f"the gate and {role} are exchanged", (role, "g"))
+        for role in USUAL
+    ),
+)
 
 
 def _draft_exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
     indices = sizes.number_rows()
-    for cause, (first, second) in _EXCHANGES.items():
+    for cause, words, (first, second) in _EXCHANGES:
         if indices[first].numel() != indices[second].numel():
             continue
         exchanged = {first: indices[second], second: indices[first]}
-        yield MapName(cause, "", (), EXCHANGED), exchanged
+        yield MapName(cause, words, (), EXCHANGED), exchanged
         for role, source in ((first, second), (second, first)):
-            text = f"{role} holds the rows of {source}"
+            text = f"{role} holds the rows of {source}".replace("g ", "the gate ")
             name = MapName(catalogue.ANOTHER_ROLE, text, (), COPIED, (("source", source),))
             yield name, {role: indices[source]}
 
@@ -74,21 +79,31 @@ def _draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
         yield MapName(cause, f"{stored} read as {read}", (), place, parameters), moved
 
 
-def _draft_fused_kv_orders(sizes: RowSizes) -> Iterator[Draft]:
-    if sizes.head_dim != sizes.value_dim:
-        return
-    lengths = sizes.lengths()
+def _draft_fused_pair_orders(sizes: RowSizes) -> Iterator[Draft]:
+    if sizes.head_dim == sizes.value_dim:
+        yield from _draft_orders_of_pair("k", "v", "kv_heads", sizes)
+    if sizes.head_dim == sizes.gate_width:
+        yield from _draft_orders_of_pair("q", "g", "heads", sizes)
+        yield from _draft_orders_of_pair("g", "q", "heads", sizes)
+
+
+def _draft_orders_of_pair(first: str, second: str, heads: str, sizes: RowSizes) -> Iterator[Draft]:
+    lengths, pair = sizes.lengths(), f"[{first}|{second}]".replace("g", "gate")
+    blocks = (
+        (pair, "", f"{heads} head_dim"),
+        (f"{heads} {pair} head_dim", f"{heads} ", "head_dim"),
+        (f"{heads} head_dim {pair}", f"{heads} head_dim ", ""),
+        (f"{pair} head_dim {heads}", "", f"head_dim {heads}"),
+    )
     nests = {
-        "[k|v]": "([wk: kv_heads head_dim | wv: kv_heads head_dim]) embed_dim",
-        "kv_heads [k|v] head_dim": "(kv_heads [wk: head_dim | wv: head_dim]) embed_dim",
-        "kv_heads head_dim [k|v]": "(kv_heads head_dim [wk: | wv:]) embed_dim",
-        "[k|v] head_dim kv_heads": "([wk: head_dim kv_heads | wv: head_dim kv_heads]) embed_dim",
+        name: f"({before}[w{first}: {inner} | w{second}: {inner}]) embed_dim"
+        for name, before, inner in blocks
     }
     rows = {
         nest: maps.order_rows_by_pattern(pattern, sizes, lengths) for nest, pattern in nests.items()
     }
     for nest, other in permutations(nests, 2):
-        place = NESTED + 15 + 10 * ("[k|v]" not in (nest, other))
+        place = NESTED + 15 + 10 * (pair not in (nest, other))
         text, parameters = f"{nest} read as {other}", (("stored", nest), ("read", other))
         name = MapName(catalogue.FUSED_ROW_NESTING, text, (), place, parameters)
         yield name, maps.read_rows_by_pattern(nests[other], rows[nest], lengths)
@@ -156,8 +171,14 @@ def _fused_row_patterns(sizes: RowSizes) -> list[_Nest]:
     return nests
 
 
-SCOPES = (ROLES, USUAL, *((role,) for role in ROLES), *map(tuple, ("qk", "kv", "qo", "vo")))
+SCOPES = (
+    (*USUAL, "o"),
+    USUAL,
+    *((role,) for role in (*USUAL, "o")),
+    *map(tuple, ("qk", "kv", "qo", "vo", "g", "qkvg")),
+)
 INTERLEAVED, OUTPUT_GROUPS, TILED, QUERY_GROUPS, FIRST_SHARD = 110, 120, 130, 140, 800
+REVERSED = 810
 
 
 def _draft_interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
@@ -170,6 +191,13 @@ def _draft_interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
     for (place, scope), (text, change, back) in product(enumerate(SCOPES), changes):
         name = MapName(catalogue.HEADS_INTERLEAVED, text, (), INTERLEAVED + back + place // 6)
         yield name, {role: change(indices[role]) for role in scope}
+
+
+def _draft_reversed_rows(sizes: RowSizes) -> Iterator[Draft]:
+    indices = sizes.number_rows()
+    for scope in (*((role,) for role in ROLES), ROLES):
+        name = MapName(catalogue.HEADS_PERMUTED, "all rows in the reverse order", (), REVERSED)
+        yield name, {role: indices[role].flip(0, 1) for role in scope}
 
 
 def _draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
@@ -302,11 +330,12 @@ def _permute_in_heads(rows: Tensor, heads: int, permute: Permutation) -> Tensor:
 FAMILIES = (
     _draft_exchanged_roles,
     _draft_fused_orders,
-    _draft_fused_kv_orders,
+    _draft_fused_pair_orders,
     _draft_rotary_maps,
     _draft_interleaved_heads,
     _draft_head_group_orders,
     _draft_repeated_first_shards,
+    _draft_reversed_rows,
 )
 
 

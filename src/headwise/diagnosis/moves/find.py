@@ -10,7 +10,7 @@ is compared with 1.95 / sqrt(n), which chance passes once in 1,000.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,20 +22,32 @@ from headwise.diagnosis.catalogue import BIAS_MISSING, FACTOR, INITIAL_WEIGHTS, 
 from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.moves import families, search
 from headwise.diagnosis.moves import move as changes
-from headwise.diagnosis.moves.maps import BIASES, ROLES, WEIGHTS, MapName, Rows, RowSizes
-from headwise.diagnosis.moves.move import Edited, Move, MoveReport
+from headwise.diagnosis.moves.maps import (
+    BIASES,
+    ROLES,
+    TENSORS,
+    WEIGHTS,
+    MapName,
+    RowSizes,
+    count_columns,
+    join_rows,
+    list_roles,
+    view_kind,
+)
+from headwise.diagnosis.moves.move import Dropped, Edited, Move, MoveReport, name_in_kind
 from headwise.errors import ShapeError
 from headwise.function.rounding import default_tolerance
-from headwise.function.weights import State
+from headwise.function.weights import KINDS, State, bias_of
 
+NONE = MoveReport(())
 MOST_LISTED = 8  # other sequences of moves that are kept
 
 
 def find_moves(
-    a: Rows,
-    b: Rows,
+    a: State,
+    b: State,
     *,
-    transposed: Rows | None = None,
+    transposed: State | None = None,
     tolerance: float | None = None,
     **rotary: Any,
 ) -> MoveReport:
@@ -50,22 +62,23 @@ def find_moves(
     Raises:
         ShapeError: the two have other roles or shapes.
     """
-    shapes = [{role: tuple(x.shape) for role, x in rows.matrices.items()} for rows in (a, b)]
+    shapes = [{r: tuple(rows[f"w{r}"].shape) for r in list_roles(rows)} for rows in (a, b)]
     if shapes[0] != shapes[1]:
         raise ShapeError(
             saw=f"rows of the shapes {shapes[0]} and {shapes[1]}",
             needed="the same roles and shapes on both sides",
             do="compare the roles that both have, with heads and channels of the same sizes",
         )
-    sizes = replace(b.head_counts_and_dims(), **rotary)
-    dtypes = [x.dtype for rows in (a, b) for x in rows.matrices.values()]
+    sizes = replace(RowSizes.of(b), **rotary)
+    dtypes = [rows[f"w{role}"].dtype for rows in (a, b) for role in sizes.roles]
     tolerance = default_tolerance(*dtypes) if tolerance is None else tolerance
     common = torch.float64 if torch.float64 in dtypes else torch.float32
     common = dtypes[0] if len(set(dtypes)) == 1 else common
-    a, b = a.cast(common), b.cast(common)
-    transposed = None if transposed is None else transposed.cast(common)
+    a, b, given = (
+        {name: x.to(common) for name, x in rows.items()} for rows in (a, b, transposed or {})
+    )
     best = MoveReport((), unexplained=sizes.roles)
-    for explanation in _yield_explanations(a, b, sizes, transposed):
+    for explanation in _yield_explanations(a, b, sizes, given or None):
         report = _make_move_report(explanation, a, b, sizes, tolerance)
         if len(report.explained) > len(best.explained):
             best = report
@@ -75,10 +88,10 @@ def find_moves(
 
 
 def _yield_explanations(
-    a: Rows, b: Rows, sizes: RowSizes, given: Rows | None
+    a: State, b: State, sizes: RowSizes, given: State | None
 ) -> Iterator[search.RoleSteps]:
     yield search.RoleSteps(((),), sizes.roles)
-    catalogue = families.make_row_map_catalogue(sizes, b.column_counts())
+    catalogue = families.make_row_map_catalogue(sizes, count_columns(b))
     matrix_maps = search.list_matrix_maps(b, sizes, given)
     for dtype in (None, *_list_rounding_dtypes(a, b)):
         by_bits = partial(search.label_bits, dtype=dtype)
@@ -89,20 +102,20 @@ def _yield_explanations(
     yield search.explain_roles(*labelled, catalogue, matrix_maps)
 
 
-def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
+def _list_rounding_dtypes(a: State, b: State) -> list[torch.dtype]:
     return [
         dtype
         for dtype in changes.ROUNDED
         if any(
             x.dtype != dtype and x.any() and changes.have_same_bits(x, x.to(dtype).to(x.dtype))
             for rows in (a, b)
-            for x in (rows.matrix_of_role(role)[:64] for role in rows.roles)
+            for x in (join_rows(rows, role)[:64] for role in list_roles(rows))
         )
     ]
 
 
 def _make_move_report(
-    explanation: search.RoleSteps, a: Rows, b: Rows, sizes: RowSizes, tolerance: float
+    explanation: search.RoleSteps, a: State, b: State, sizes: RowSizes, tolerance: float
 ) -> MoveReport:
     sequences = [
         tuple(map(Move.of_step, steps)) for steps in explanation.sequences[: MOST_LISTED + 1]
@@ -113,8 +126,10 @@ def _make_move_report(
     made = changes.apply_moves(moves, b)
     changed, residual, unexplained = [], {}, []
     for role in sizes.roles:
-        ours, theirs = a.matrices[role], made.matrices[role]
+        ours, theirs = a[f"w{role}"], made[f"w{role}"]
         change, left = changes.find_zeroed_rows(role, ours, theirs, tolerance), 0.0
+        if ours.shape[2] == 1:  # all numbers count as a row
+            ours, theirs = (x.reshape(1, 1, -1) for x in (ours, theirs))
         if change is None:
             change, left = changes.find_row_change(role, ours, theirs, tolerance)
         if left > tolerance:
@@ -141,14 +156,15 @@ def _unite_changes_over_roles(changed: list[Move]) -> tuple[Move, ...]:
 
 
 def _list_wrong_biases(
-    moves: Sequence[Move], a: Rows, b: Rows, tolerance: float
+    moves: Sequence[Move], a: State, b: State, tolerance: float
 ) -> tuple[str, ...]:
-    ours, made = a.biases, changes.apply_moves(moves, b).biases
-    return tuple(r for r in a.roles if not _biases_equal(ours.get(r), made.get(r), tolerance))
+    made = changes.apply_moves(moves, b)
+    roles = (role for role in list_roles(a) if role != "o")
+    return tuple(r for r in roles if not _biases_equal(r, a, made, tolerance))
 
 
 def _explain_biases(
-    moves: tuple[Move, ...], a: Rows, b: Rows, tolerance: float
+    moves: tuple[Move, ...], a: State, b: State, tolerance: float
 ) -> tuple[tuple[Move, ...], tuple[str, ...]]:
     """Return moves that explain the biases too, and the roles whose biases stay unexplained."""
     list_wrong = partial(_list_wrong_biases, a=a, b=b, tolerance=tolerance)
@@ -160,56 +176,58 @@ def _explain_biases(
         moves += _find_moves_of_biases_alone(wrong, a, changes.apply_moves(moves, b))
     for role in list_wrong(moves):
         made = changes.apply_moves(moves, b)
-        if role in a.biases and role in made.biases:  # all heads of a bias count as a row
-            ours, theirs = (rows.biases[role].flatten()[None, None] for rows in (a, made))
+        if f"b{role}" in a.keys() & made.keys():  # all heads of a bias count as a row
+            ours, theirs = (rows[f"b{role}"].flatten()[None, None] for rows in (a, made))
             if (move := changes.find_row_change(role, ours, theirs, tolerance)[0]) is not None:
                 moves += (replace(move, change=replace(move.change, parts=BIASES)),)
     return moves, list_wrong(moves)
 
 
-def _biases_equal(a: Tensor | None, b: Tensor | None, tolerance: float) -> bool:
+def _biases_equal(role: str, a: State, b: State, tolerance: float) -> bool:
     """True if two biases are equal; an absent bias equals zeros."""
-    if a is None or b is None:
-        return all(x is None or not bool(x.any()) for x in (a, b))
-    return changes.have_same_bits(a, b) or changes.largest_residual(a, b) <= tolerance
+    ours, theirs = (rows.get(f"b{role}") for rows in (a, b))
+    if ours is None or theirs is None:
+        return all(x is None or not bool(x.any()) for x in (ours, theirs))
+    is_same = changes.have_same_bits(ours, theirs)
+    return is_same or changes.largest_residual(ours, theirs) <= tolerance
 
 
 def _keep_bias_in_place(
-    moves: tuple[Move, ...], wrong: tuple[str, ...], a: Rows, b: Rows, tolerance: float
+    moves: tuple[Move, ...], wrong: tuple[str, ...], a: State, b: State, tolerance: float
 ) -> tuple[Move, ...]:
-    unmoved = {
-        r for r in wrong if r in b.biases and _biases_equal(a.biases.get(r), b.biases[r], tolerance)
-    }
+    unmoved = {r for r in wrong if f"b{r}" in b and _biases_equal(r, a, b, tolerance)}
     kept = []
     for move in moves:
         still = tuple(role for role in move.roles if role in unmoved)
         if still:
-            biased = {role for role in move.roles if role in b.biases}
+            biased = {role for role in move.roles if f"b{role}" in b}
             parts = WEIGHTS if biased <= unmoved else move.change.parts
             move = replace(move, change=replace(move.change, parts=parts, still=still))
         kept.append(move)
     return tuple(kept)
 
 
-def _find_cleared_biases(wrong: Sequence[str], a: Rows) -> tuple[Move, ...]:
-    dropped = tuple(role for role in wrong if role not in a.biases)
-    zero = tuple(role for role in wrong if role in a.biases and not bool(a.biases[role].any()))
+def _find_cleared_biases(wrong: Sequence[str], a: State) -> tuple[Move, ...]:
+    dropped = tuple(role for role in wrong if f"b{role}" not in a)
+    zero = tuple(role for role in wrong if f"b{role}" in a and not bool(a[f"b{role}"].any()))
     cleared = Edited(dict.fromkeys(zero, torch.zeros_like), parts=BIASES)
     moves = (
-        Move(MapName(BIAS_MISSING, "", dropped), changes.BiasDropped(dropped, parts=BIASES)),
+        Move(MapName(BIAS_MISSING, "", dropped), Dropped(dropped, parts=BIASES)),
         Move(MapName(BIAS_MISSING, "zero", zero), cleared),
     )
     return tuple(move for move in moves if move.roles)
 
 
-def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, ...]:
-    roles = tuple(role for role in a.roles if role in a.biases and role in b.biases)
+def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: State, b: State) -> tuple[Move, ...]:
+    roles = tuple(
+        role for role in list_roles(a) if role != "o" and f"b{role}" in a.keys() & b.keys()
+    )
     if not set(wrong) <= set(roles):
         return ()
-    sizes = replace(b.head_counts_and_dims(), roles=roles)
+    sizes = replace(RowSizes.of(b), roles=roles)
     ours, theirs = (
         search.Labelled(
-            sizes, search.hash_rows(torch.cat([rows.biases[r].flatten() for r in roles])[:, None])
+            sizes, search.hash_rows(torch.cat([rows[f"b{r}"].flatten() for r in roles])[:, None])
         )
         for rows in (a, b)
     )
@@ -229,20 +247,21 @@ class HeadsAndOutput:
 
     heads: Tensor  # (tokens, heads, value_dim), float64
     output: Tensor  # (tokens, out_dim), without the bias
-    rows: Rows  # the right projections
+    rows: State  # the right projections
     tolerance: float  # of rounding, relative to the root mean square of the output
 
     def find_moves(self) -> Iterator[Move]:
         """Yield the moves of the output projection that make the outputs."""
-        sizes = self.rows.head_counts_and_dims()
-        maps = families.make_row_map_catalogue(sizes, self.rows.column_counts()).maps
+        sizes = RowSizes.of(self.rows)
+        maps = families.make_row_map_catalogue(sizes, count_columns(self.rows)).maps
         steps: list[search.Step] = [*maps, *search.list_matrix_maps(self.rows, sizes)]
         for move in (
             *(Move.of_step(step, WEIGHTS) for step in steps if step.names[0].roles == ("o",)),
             *(changes.name_rounding("o", dtype, WEIGHTS) for dtype in changes.ROUNDED),
+            changes.name_zeros("o", WEIGHTS),
             *self._yield_block_moves(sizes),
         ):
-            projection = move.change.apply(self.rows).matrices["o"]
+            projection = move.change.apply(self.rows)["wo"]
             if all(self._makes_outputs(projection, count) for count in (FIRST_TOKENS, None)):
                 yield move
 
@@ -269,7 +288,7 @@ class HeadsAndOutput:
         tokens, width = self.output.shape
         wanted = min(tokens, max(FIRST_TOKENS, -(-EQUATIONS * blocks * blocks // width)))
         heads = self.heads[:wanted].flatten(1).unflatten(1, (blocks, -1))
-        projection = self.rows.matrix_of_role("o").unflatten(0, (blocks, -1))
+        projection = join_rows(self.rows, "o").unflatten(0, (blocks, -1))
         products = torch.einsum("tbv,cvo->tobc", heads, projection.double())
         wanted_output = self.output[:wanted].reshape(-1, 1)
         equations = products.flatten(0, 1).flatten(1)
@@ -278,7 +297,7 @@ class HeadsAndOutput:
 
     def find_moves_with_bias(self, output: Tensor, bias: Tensor) -> Iterator[Move]:
         """Yield a factor of the projection and of its bias; ``output`` is with the bias."""
-        right = self.heads.flatten(1) @ self.rows.matrix_of_role("o") + bias
+        right = self.heads.flatten(1) @ join_rows(self.rows, "o") + bias
         shared = float((right * output).sum() / right.square().sum())
         factor = changes.snap_to_power_of_two(shared)
         apart = float((factor * right - output).abs().max())
@@ -311,21 +330,6 @@ def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
 MOST_EQUAL = 0.05
 
 
-def extract_rows(state: State) -> Rows:
-    """Return the rows of canonical weights; the output bias is left out."""
-    return Rows(
-        {role: state[f"w{role}"] for role in ROLES if f"w{role}" in state},
-        {role: state[f"b{role}"] for role in "qkv" if f"b{role}" in state},
-    )
-
-
-def replace_rows(state: State, rows: Rows) -> State:
-    """Return canonical weights whose projections and biases are these rows."""
-    others = {name: x for name, x in state.items() if name == "bo" or name[1:] not in ROLES}
-    projections = {f"w{role}": x for role, x in rows.matrices.items()}
-    return {**others, **projections, **{f"b{role}": x for role, x in rows.biases.items()}}
-
-
 def find_state_moves(
     a: State, b: State, *, tolerance: float | None = None, **options: Any
 ) -> MoveReport:
@@ -336,28 +340,50 @@ def find_state_moves(
     Raises:
         ShapeError: the two have other sizes.
     """
-    ours, theirs = extract_rows(a), extract_rows(b)
-    few, most = sorted(len(rows.matrices.get("k", ())) for rows in (ours, theirs))
+    report, *others = (_find_moves_of_kind(kind, a, b, tolerance, options) for kind in KINDS)
+    moves = [move for each in (report, *others) for move in each.moves]
+    unexplained = [role for each in (report, *others) for role in each.unexplained]
+    return replace(report, moves=tuple(moves), unexplained=tuple(unexplained))
+
+
+def _find_moves_of_kind(
+    kind: dict[str, str], a: State, b: State, tolerance: float | None, options: dict[str, Any]
+) -> MoveReport:
+    names = [name for tensor in kind.values() for name in (tensor, bias_of(tensor))]
+    if all(a.get(name) is b.get(name) for name in names):
+        return NONE
+    ours, theirs = view_kind(a, kind), view_kind(b, kind)
+    few, most = sorted(len(rows.get("wk", ())) for rows in (ours, theirs))
     if 0 < few < most and most % few == 0:
-        ours, theirs = (x.repeat_kv_heads(most // len(x.matrices["k"])) for x in (ours, theirs))
-    report = find_moves(ours, theirs, tolerance=tolerance, **options)
-    moves = [*report.moves, *_find_initial_values(report.unexplained, ours, theirs)]
-    named = {role for move in moves[len(report.moves) :] for role in move.roles}
-    unexplained = [role for role in report.unexplained if role not in named]
-    output_bias = _find_output_bias_move(a.get("bo"), b.get("bo"), tolerance)
-    if isinstance(output_bias, Move):
-        moves.append(output_bias)
-    elif not output_bias:
-        unexplained.append(MapName.OUTPUT_BIAS)
-    explained = tuple(role for role in ours.roles if role not in unexplained)
-    rest = tuple(unexplained)
-    return replace(report, moves=tuple(moves), explained=explained, unexplained=rest)
+        ours, theirs = (_repeat_kv_heads(x, most // len(x["wk"])) for x in (ours, theirs))
+    apart = {*list_roles(ours)} ^ {*list_roles(theirs)}
+    lost, added = (_drop_zeros(rows, apart) for rows in (theirs, ours))
+    kept = {f"{letter}{role}" for role in ROLES if role not in apart for letter in "wb"} - {"bo"}
+    ours, theirs = ({n: x for n, x in rows.items() if n in kept} for rows in (ours, theirs))
+    report = find_moves(ours, theirs, tolerance=tolerance, **options) if ours else NONE
+    more = _find_initial_values(report.unexplained, ours, theirs) if kind is TENSORS else []
+    if lost == ["o"]:
+        more.append(Move(MapName(ROWS_ZERO, "", ("o",)), Dropped(("o",))))
+    named = {role for move in more for role in move.roles}
+    rest = [role for role in (*report.unexplained, *lost, *added) if role not in named]
+    moves = tuple(move.of_kind(kind) for move in (*report.moves, *more))
+    left = tuple(name_in_kind(kind, role) for role in rest)
+    explained = tuple(role for role in list_roles(ours) if role not in rest)
+    return replace(report, moves=moves, explained=explained, unexplained=left)
 
 
-def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -> list[Move]:
+def _repeat_kv_heads(rows: State, times: int) -> State:
+    return {n: x.repeat_interleave(times, 0) if n[1:] in ("k", "v") else x for n, x in rows.items()}
+
+
+def _drop_zeros(rows: State, roles: Iterable[str]) -> list[str]:
+    return [role for role in roles if f"w{role}" in rows and bool(rows[f"w{role}"].any())]
+
+
+def _find_initial_values(unexplained: Sequence[str], ours: State, theirs: State) -> list[Move]:
     fresh: dict[str, list[str]] = {}
-    for role in (each for each in unexplained if each in ours.roles):
-        equal = ours.matrices[role] == theirs.matrices[role]
+    for role in (each for each in unexplained if f"w{each}" in ours):
+        equal = ours[f"w{role}"] == theirs[f"w{role}"]
         if float(equal.double().mean()) >= MOST_EQUAL:
             continue
         if initialisation := recognise_initialisation(role, ours):
@@ -365,29 +391,10 @@ def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -
     return [
         Move(
             MapName(INITIAL_WEIGHTS, text, tuple(roles)),
-            Edited({role: ours.matrices[role].view_as for role in roles}, parts=WEIGHTS),
+            Edited({role: ours[f"w{role}"].view_as for role in roles}, parts=WEIGHTS),
         )
         for text, roles in fresh.items()
     ]
-
-
-def _find_output_bias_move(
-    a: Tensor | None, b: Tensor | None, tolerance: float | None
-) -> Move | bool:
-    """Return the move of the output bias; True where it is equal, False where it is another."""
-    if a is None or not bool(a.any()):
-        if b is None or not bool(b.any()):
-            return True
-        text = MapName.OUTPUT_BIAS if a is None else f"{MapName.OUTPUT_BIAS}, zero"
-        return Move(MapName(BIAS_MISSING, text, ("o",)), changes.BiasDropped(("o",)))
-    if b is None or a.shape != b.shape:
-        return False
-    limit = default_tolerance(a.dtype, b.dtype) if tolerance is None else tolerance
-    move, left = changes.find_row_change("o", a[None, None], b[None, None], limit)
-    if move is not None:
-        name = replace(move.name, text=f"{MapName.OUTPUT_BIAS}, {move.name.text}")
-        return Move(name, replace(move.change, parts=BIASES))
-    return left <= limit
 
 
 CRITICAL = 1.95
@@ -416,9 +423,9 @@ class Initialisation:
         return normal
 
 
-def list_initialisations(role: str, rows: Rows) -> list[Initialisation]:
+def list_initialisations(role: str, rows: State) -> list[Initialisation]:
     """Return usual initialisations of the matrix of a role; that of o has its inputs as rows."""
-    shapes = {each: rows.matrix_of_role(each).shape for each in rows.roles}
+    shapes = {each: join_rows(rows, each).shape for each in list_roles(rows)}
     count, columns = shapes[role]
     inputs = count if role == "o" else columns
     fused = sum(shapes[r][0] for r in "qkv" if r in shapes and shapes[r][1] == columns)
@@ -441,9 +448,9 @@ def list_initialisations(role: str, rows: Rows) -> list[Initialisation]:
     ]
 
 
-def recognise_initialisation(role: str, rows: Rows) -> Initialisation | None:
+def recognise_initialisation(role: str, rows: State) -> Initialisation | None:
     """Return the initialisation whose statistics the weights of a role have, or None."""
-    values = rows.matrix_of_role(role).flatten().to(torch.float64)
+    values = rows[f"w{role}"].flatten().to(torch.float64)
     if values.numel() < LEAST_ENTRIES:
         return None
     kinds = list_initialisations(role, rows)

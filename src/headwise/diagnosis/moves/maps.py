@@ -1,20 +1,23 @@
-"""Rows of the four projections of an attention, and named maps of them.
+"""Rows of the projections of an attention, and named maps of them.
 
 A row is a channel of a head: its weights, with a bias apart, or its activations over all tokens.
 
     q (heads, head_dim, columns)      k (kv_heads, head_dim, columns)
     v (kv_heads, value_dim, columns)  o (heads, value_dim, columns)
+    g (heads, gate_width, columns)
 
 The rows of o are the columns of the output projection, one for each channel of the head outputs. A
 map says for each row of a which row of b it is. Most maps are a pair of patterns of the layout
-language: b's rows are stored in the first order, and a is read in the second.
+language: b's rows are stored in the first order, and a is read in the second. Tensors of another
+kind, such as the norms of q and k, have rows of one column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +25,11 @@ from torch import Tensor
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
 from headwise.errors import ShapeError
+from headwise.function.weights import AXES, KINDS, State, bias_of
 from headwise.layouts.pattern import GROUPED, Splits, pack_tensors, parse_pattern, unpack_tensor
 
-ROLES = ("q", "k", "v", "o")
-TENSORS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo"}
+TENSORS = KINDS[0]
+ROLES = tuple(TENSORS)
 WEIGHTS, BIASES, BOTH = ("weights",), ("biases",), ("weights", "biases")
 
 
@@ -38,17 +42,49 @@ class RowSizes:
     head_dim: int
     value_dim: int
     rotary_width: int | None = None  # rotated channels of a head; None where nothing says it
-    roles: tuple[str, ...] = ROLES  # the projections that are there, in this order
+    roles: tuple[str, ...] = ROLES[:4]  # the projections that are there, in this order
     is_interleaved: bool = False  # right rows pair channels 2i and 2i + 1
     was_interleaved: bool = False  # rows were stored for such pairs, and read into half-split ones
+    gate_width: int = 0
+
+    @classmethod
+    def of(cls, rows: State) -> RowSizes:
+        """Return the sizes of projections; an absent role has those of its partner.
+
+        Raises:
+            ShapeError: two projections contradict each other.
+        """
+        shapes = {role: tuple(rows[f"w{role}"].shape) for role in list_roles(rows)}
+        counts = [
+            {shapes[role][axis] for role in roles if role in shapes}
+            for axis, roles in ((0, "qog"), (0, "kv"), (1, "qk"), (1, "vo"), (1, "g"))
+        ]
+        gate_width = next(iter(counts.pop()), 0)
+        if max(map(len, counts)) > 1 or not shapes:
+            raise ShapeError(
+                saw=f"projections of the shapes {shapes}",
+                needed="q and o with the same heads, k and v likewise; q and k with the same "
+                "channels, v and o likewise",
+                do="pass rows in canonical form: (heads, channels, columns)",
+            )
+        heads, kv_heads, head_dim, value_dim = (
+            next(iter(counts[place] or counts[partner]))
+            for place, partner in enumerate((1, 0, 3, 2))
+        )
+        roles = tuple(shapes)
+        return cls(heads, kv_heads, head_dim, value_dim, roles=roles, gate_width=gate_width)
 
     def count_heads(self, role: str) -> int:
         """Return the number of heads of a role."""
-        return self.heads if role in "qo" else self.kv_heads
+        return self.heads if role in "qog" else self.kv_heads
 
     def count_rows(self, role: str) -> int:
         """Return the number of rows of a role."""
-        return self.count_heads(role) * (self.head_dim if role in "qk" else self.value_dim)
+        return self.count_heads(role) * self._count_channels(role)
+
+    def _count_channels(self, role: str) -> int:
+        other = self.gate_width if role == "g" else self.value_dim
+        return self.head_dim if role in "qk" else other
 
     def spans(self) -> dict[str, slice]:
         """Return the rows of each role among the rows of all roles."""
@@ -71,105 +107,70 @@ class RowSizes:
         return {**known, "group": group, "embed_dim": 1, "out_dim": 1, **more}
 
     def number_rows(self) -> dict[str, Tensor]:
-        """Return the index of each row of each of all four roles, (heads, channels, 1)."""
+        """Return the index of each row of each of all roles, (heads, channels, 1)."""
         return {
-            role: torch.arange(span.start, span.stop).view(self.count_heads(role), -1, 1)
+            role: torch.arange(span.start, span.stop).view(
+                self.count_heads(role), self._count_channels(role), 1
+            )
             for role, span in replace(self, roles=ROLES).spans().items()
         }
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Projections by role."""
-
-    matrices: Mapping[str, Tensor]  # (heads, channels, columns)
-    biases: Mapping[str, Tensor] = field(default_factory=dict)  # (heads, channels), if there is one
-
-    def head_counts_and_dims(self) -> RowSizes:
-        """Return the sizes of these projections; an absent role has those of its partner.
-
-        Raises:
-            ShapeError: two projections contradict each other.
-        """
-        shapes = {role: tuple(self.matrices[role].shape) for role in self.roles}
-        counts = [
-            {shapes[role][axis] for role in roles if role in shapes}
-            for axis, roles in ((0, "qo"), (0, "kv"), (1, "qk"), (1, "vo"))
-        ]
-        if max(map(len, counts)) > 1 or not shapes:
-            raise ShapeError(
-                saw=f"projections of the shapes {shapes}",
-                needed="q and o with the same heads, k and v likewise; q and k with the same "
-                "channels, v and o likewise",
-                do="pass rows in canonical form: (heads, channels, columns)",
-            )
-        heads, kv_heads, head_dim, value_dim = (
-            next(iter(counts[place] or counts[partner]))
-            for place, partner in enumerate((1, 0, 3, 2))
-        )
-        return RowSizes(heads, kv_heads, head_dim, value_dim, roles=self.roles)
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """The roles that are there, in the order of `ROLES`."""
-        return tuple(role for role in ROLES if role in self.matrices)
-
-    def matrix_of_role(self, role: str) -> Tensor:
-        """Return the rows of a role as a matrix, (heads * channels, columns)."""
-        return self.matrices[role].flatten(0, 1)
-
-    def column_counts(self) -> tuple[int, ...]:
-        """Return the number of columns of each role."""
-        return tuple(self.matrices[role].shape[2] for role in self.roles)
-
-    def list_square_roles(self) -> list[str]:
-        """Return the roles whose matrices have as many rows as columns."""
-        return [role for role in self.roles if len({*self.matrix_of_role(role).shape}) == 1]
-
-    def cast(self, dtype: torch.dtype) -> Rows:
-        """Return the rows in a dtype."""
-        return self._map(lambda _, x: x.to(dtype))
-
-    def repeat_kv_heads(self, times: int) -> Rows:
-        """Return the rows with each head of keys and values several times."""
-        return self._map(lambda r, x: x.repeat_interleave(times, 0) if r in "kv" else x)
-
-    def _map(self, change: Callable[[str, Tensor], Tensor]) -> Rows:
-        matrices, biases = (
-            {role: change(role, x) for role, x in part.items()}
-            for part in (self.matrices, self.biases)
-        )
-        return Rows(matrices, biases)
+def list_roles(rows: State) -> tuple[str, ...]:
+    """Return the roles whose projections are there, in the order of `ROLES`."""
+    return tuple(role for role in ROLES if f"w{role}" in rows)
 
 
-def take_rows(rows: Rows, index: Tensor, sizes: RowSizes, parts: tuple[str, ...]) -> Rows:
+def join_rows(rows: State, role: str) -> Tensor:
+    """Return the rows of a role as a matrix, (heads * channels, columns)."""
+    return rows[f"w{role}"].flatten(0, 1)
+
+
+def count_columns(rows: State) -> tuple[int, ...]:
+    """Return the number of columns of each role."""
+    return tuple(rows[f"w{role}"].shape[2] for role in list_roles(rows))
+
+
+def list_square_roles(rows: State) -> list[str]:
+    """Return the roles whose matrices have as many rows as columns."""
+    return [role for role in list_roles(rows) if len({*join_rows(rows, role).shape}) == 1]
+
+
+def view_kind(state: State, kind: Mapping[str, str]) -> State:
+    """Return the tensors of a kind by the names of projections, as rows of one column."""
+    if kind == TENSORS:
+        return state
+    rows = {}
+    for role, name in kind.items():
+        for letter, tensor, end in (("w", name, (1,)), ("b", bias_of(name), ())):
+            if tensor in state:
+                x = state[tensor] if AXES[tensor][0].endswith("heads") else state[tensor][None]
+                rows[f"{letter}{role}"] = x.reshape(len(x), -1, *end)
+    return rows
+
+
+def take_rows(rows: State, index: Tensor, sizes: RowSizes, parts: tuple[str, ...]) -> State:
     """Return rows whose row i of all roles is row ``index[i]`` of ``rows``.
 
     ``parts`` says which of weights and biases move. A bias stays where its source is absent.
     """
-    spans = sizes.spans()
-
-    def take(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        taken = dict(part)
-        for role, x in part.items():
-            places = index[spans[role]]
-            inside = {source: _is_in_span(places, span) for source, span in spans.items()}
-            sources = [source for source, is_there in inside.items() if bool(is_there.any())]
-            is_still = torch.equal(places, torch.arange(len(index))[spans[role]])
-            if is_still or not part.keys() >= {*sources}:
-                continue
-            flat = {source: part[source].flatten(0, 1) for source in sources}
-            moved = flat[sources[0]].new_empty(len(places), *x.shape[2:])
-            for source in sources:
-                rows_of_source = places[inside[source]] - spans[source].start
-                moved[inside[source]] = flat[source][rows_of_source].to(moved.dtype)
-            taken[role] = moved.view_as(x)
-        return taken
-
-    return Rows(
-        take(rows.matrices) if "weights" in parts else rows.matrices,
-        take(rows.biases) if "biases" in parts else rows.biases,
-    )
+    spans, taken = sizes.spans(), dict(rows)
+    for part, role in product(parts, sizes.roles):
+        held = {each: f"{part[0]}{each}" for each in sizes.roles}
+        held = {each: name for each, name in held.items() if name in rows and name != "bo"}
+        places = index[spans[role]]
+        inside = {source: _is_in_span(places, span) for source, span in spans.items()}
+        sources = [source for source, is_there in inside.items() if bool(is_there.any())]
+        is_still = torch.equal(places, torch.arange(len(index))[spans[role]])
+        if is_still or not held.keys() >= {role, *sources}:
+            continue
+        x, flat = rows[held[role]], {source: rows[held[source]].flatten(0, 1) for source in sources}
+        moved = flat[sources[0]].new_empty(len(places), *x.shape[2:])
+        for source in sources:
+            rows_of_source = places[inside[source]] - spans[source].start
+            moved[inside[source]] = flat[source][rows_of_source].to(moved.dtype)
+        taken[held[role]] = moved.view_as(x)
+    return taken
 
 
 def _is_in_span(index: Tensor, span: slice) -> Tensor:
@@ -181,10 +182,9 @@ def _is_in_span(index: Tensor, span: slice) -> Tensor:
 class MapName:
     """Name of a map: the mistake that makes it."""
 
-    OUTPUT_BIAS: ClassVar[str] = "output bias"  # begins the text of a move of bo
     cause: Cause
     text: str  # the mistake in words, with its parameters
-    roles: tuple[str, ...] = ()  # the projections whose rows move
+    roles: tuple[str, ...] = ()  # the projections whose rows move, or tensors of another kind
     order: int = 0  # 0 for the most usual mistakes
     parameters: tuple[tuple[str, Any], ...] = ()  # such as the number of heads that was used
 
@@ -194,9 +194,10 @@ class MapName:
     @property
     def repair(self) -> str:
         """The repair in words."""
-        weights, biases = (", ".join(f"{kind}{role}" for role in self.roles) for kind in "wb")
-        weights = biases if self.text.startswith(self.OUTPUT_BIAS) else weights
-        return self.cause.remedy.format(weights=weights, biases=biases, text=self.text, move=self)
+        weights = [TENSORS.get(role, role) for role in self.roles]
+        biases = [name if name == "bo" else bias_of(name) for name in weights]
+        listed = {"weights": ", ".join(weights), "biases": ", ".join(biases)}
+        return self.cause.remedy.format(**listed, text=self.text, move=self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +307,7 @@ class MatrixMap:
     roles: tuple[str, ...]  # the projections whose matrices are read so
     is_square: bool
     is_reversed: bool = False  # the stored matrix is cut first and transposed afterwards
-    given: Rows | None = None
+    given: State | None = None
 
     @property
     def names(self) -> tuple[MapName, ...]:
@@ -319,17 +320,16 @@ class MatrixMap:
         cause = catalogue.OUTPUT_RESHAPED if is_output else catalogue.PROJECTION_RESHAPED
         return (MapName(cause, text, self.roles, RESHAPED_ORDER),)
 
-    def apply(self, rows: Rows, *, undone: bool = False) -> Rows:
+    def apply(self, rows: State, *, undone: bool = False) -> State:
         """Return rows with these matrices read so, or the rows before that; biases stay."""
         if self.given is not None:
-            taken = {role: self.given.matrices[role] for role in self.roles}
-            return Rows({**rows.matrices, **taken}, rows.biases)
-        matrices = dict(rows.matrices)
+            return {**rows, **{f"w{role}": self.given[f"w{role}"] for role in self.roles}}
+        made = dict(rows)
         for role in self.roles:
-            matrix = rows.matrix_of_role(role)
+            matrix = join_rows(rows, role)
             if self.is_reversed != undone:
                 turned = matrix.reshape(matrix.T.shape).T.contiguous()
             else:
                 turned = matrix.T.reshape(matrix.shape)
-            matrices[role] = turned.view_as(rows.matrices[role])
-        return Rows(matrices, rows.biases)
+            made[f"w{role}"] = turned.view_as(rows[f"w{role}"])
+        return made

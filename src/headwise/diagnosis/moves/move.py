@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED, Cause
 from headwise.diagnosis.comparison import format_noun_with_numbers
-from headwise.diagnosis.moves.maps import BOTH, WEIGHTS, MapName, MatrixMap, RowMap, Rows, take_rows
+from headwise.diagnosis.moves.maps import (
+    BOTH,
+    TENSORS,
+    WEIGHTS,
+    MapName,
+    MatrixMap,
+    RowMap,
+    RowSizes,
+    take_rows,
+    view_kind,
+)
 from headwise.diagnosis.moves.search import read_bits
+from headwise.function.weights import State, bias_of
 
 Edit = Callable[[Tensor], Tensor]  # of rows (heads, channels, columns)
 
@@ -25,45 +39,49 @@ class Change:
     parts: tuple[str, ...] = BOTH  # which of weights and biases change
     still: tuple[str, ...] = ()  # roles whose biases stay
 
-    def apply(self, rows: Rows) -> Rows:
+    def apply(self, rows: State) -> State:
         """Return changed rows."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Taken(Change):
     """A map of rows or matrices as a change."""
 
     step: RowMap | MatrixMap
 
-    def apply(self, rows: Rows) -> Rows:
+    def apply(self, rows: State) -> State:
         """Return the rows in their new places."""
         if isinstance(self.step, MatrixMap):
             return self.step.apply(rows)
-        sizes = rows.head_counts_and_dims()
+        sizes = RowSizes.of(rows)
         moved = take_rows(rows, self.step.index_over_roles(sizes), sizes, self.parts)
-        kept = {role: rows.biases[role] for role in self.still if role in rows.biases}
-        return Rows(moved.matrices, {**moved.biases, **kept})
+        still = (f"b{role}" for role in self.still)
+        return {**moved, **{name: rows[name] for name in still if name in rows}}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Edited(Change):
     """Weights and biases of roles are changed in their places."""
 
     edits: Mapping[str, Edit]
 
-    def apply(self, rows: Rows) -> Rows:
-        """Return the edited rows; a bias is one column."""
-        matrices, biases = dict(rows.matrices), dict(rows.biases)
+    def apply(self, rows: State) -> State:
+        """Return the edited rows; a bias is one column, and that of the output one row."""
+        made = dict(rows)
         for role, edit in self.edits.items():
             if "weights" in self.parts:
-                matrices[role] = edit(matrices[role])
-            if role in biases and role not in self.still and "biases" in self.parts:
-                biases[role] = edit(biases[role][..., None])[..., 0]
-        return Rows(matrices, biases)
+                made[f"w{role}"] = edit(rows[f"w{role}"])
+            name = f"b{role}"
+            if name in rows and role not in self.still and "biases" in self.parts:
+                bias = rows[name][None, None] if role == "o" else rows[name][..., None]
+                edited = edit(bias)
+                if edited.shape == bias.shape:  # the output's has no heads to edit
+                    made[name] = edited.view_as(rows[name])
+        return made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Limited(Change):
     """Another change, in some heads of some roles alone."""
 
@@ -71,17 +89,14 @@ class Limited(Change):
     roles: tuple[str, ...]
     heads: tuple[int, ...]
 
-    def apply(self, rows: Rows) -> Rows:
+    def apply(self, rows: State) -> State:
         """Return the rows with these heads as the change makes them."""
-        made, places = self.change.apply(rows), list(self.heads)
-        matrices, biases = dict(rows.matrices), dict(rows.biases)
-        for part, old, new in (
-            ("weights", matrices, made.matrices),
-            ("biases", biases, made.biases),
-        ):
-            for role in set(self.roles) & old.keys() if part in self.parts else ():
-                old[role] = old[role].index_copy(0, torch.tensor(places), new[role][places])
-        return Rows(matrices, biases)
+        made, limited, places = self.change.apply(rows), dict(rows), list(self.heads)
+        for part, role in product(self.parts, self.roles):
+            name = f"{part[0]}{role}"
+            if name in rows and name != "bo":
+                limited[name] = rows[name].index_copy(0, torch.tensor(places), made[name][places])
+        return limited
 
 
 def cast_and_back(dtype: torch.dtype) -> Edit:
@@ -94,16 +109,16 @@ def multiply(factors: Tensor) -> Edit:
     return lambda x: (x.to(torch.float64) * factors[..., None]).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class BiasDropped(Change):
-    """Biases are no longer there."""
+@dataclass(frozen=True, eq=False)
+class Dropped(Change):
+    """Weights or biases are no longer there."""
 
     roles: tuple[str, ...]
 
-    def apply(self, rows: Rows) -> Rows:
-        """Return rows without these biases."""
-        kept = {role: x for role, x in rows.biases.items() if role not in self.roles}
-        return Rows(rows.matrices, kept)
+    def apply(self, rows: State) -> State:
+        """Return the rows without these."""
+        dropped = {f"{part[0]}{role}" for part in self.parts for role in self.roles}
+        return {name: x for name, x in rows.items() if name not in dropped}
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,9 @@ class Move:
     name: MapName  # the simplest
     change: Change
     equals: tuple[MapName, ...] = ()  # other names of the same effect at these sizes
+    kind: Mapping[str, str] = field(
+        default_factory=TENSORS.copy, compare=False
+    )  # the tensors that it changes
 
     @classmethod
     def of_step(cls, step: RowMap | MatrixMap, parts: tuple[str, ...] = BOTH) -> Move:
@@ -130,13 +148,60 @@ class Move:
         """The projections that it concerns."""
         return self.name.roles
 
+    def apply(self, weights: State) -> State:
+        """Return canonical weights with this mistake."""
+        change = self.change
+        if isinstance(change, Taken) and isinstance(change.step, MatrixMap):  # not of activations
+            change = replace(change, step=replace(change.step, given=None))
+        rows = change.apply(view_kind(weights, self.kind))
+        if self.kind == TENSORS:
+            return rows
+        names = {name: f"w{role}" for role, name in self.kind.items()}
+        names |= {bias_of(name): f"b{role}" for role, name in self.kind.items()}
+        return {
+            name: rows[names[name]].reshape(x.shape) if name in names else x
+            for name, x in weights.items()
+            if name not in names or names[name] in rows
+        }
+
+    def of_kind(self, kind: Mapping[str, str]) -> Move:
+        """Return the move of tensors of a kind."""
+        if kind == TENSORS:
+            return self
+
+        def rename(name: MapName) -> MapName:
+            roles = tuple(kind[role] for role in name.roles)
+            causes = _OF_NORMS if "norm" in roles[0] else _OF_BIAS if roles == ("bo",) else {}
+            cause, text = causes.get(name.cause, name.cause), name_in_kind(kind, name.text)
+            return replace(name, cause=cause, text=text, roles=roles)
+
+        return replace(self, name=rename(self.name), equals=(*map(rename, self.equals),), kind=kind)
+
     def __str__(self) -> str:
         parts = self.change.parts
         alone = "" if parts == BOTH else f", {' and '.join(parts)} alone"
         return f"{self.name} ({' and '.join(self.roles)}{alone})"
 
 
-def apply_moves(moves: Iterable[Move], rows: Rows) -> Rows:
+# Causes of moved projections -> those of tensors of another kind.
+_OF_NORMS = {
+    catalogue.Q_AND_K_EXCHANGED: catalogue.NORM_WEIGHTS_EXCHANGED,
+    catalogue.BIAS_MISSING: catalogue.NORM_WEIGHTS_MISSING,
+    catalogue.HEADS_PERMUTED: catalogue.NORM_WEIGHTS_ORDER,
+    catalogue.HEADS_INTERLEAVED: catalogue.NORM_WEIGHTS_ORDER,
+    catalogue.ROTARY_PERMUTATION_MISSING: catalogue.NORM_WEIGHTS_ORDER,
+    catalogue.ROTARY_PERMUTATION_DOUBLED: catalogue.NORM_WEIGHTS_ORDER,
+}
+_OF_BIAS = {ROWS_ZERO: catalogue.BIAS_MISSING}
+
+
+def name_in_kind(kind: Mapping[str, str], text: str) -> str:
+    """Return words on projections as words on the tensors of a kind."""
+    names = {} if kind == TENSORS else kind
+    return re.sub(r"\b[qkvo]\b", lambda role: names.get(role[0], role[0]), text)
+
+
+def apply_moves(moves: Iterable[Move], rows: State) -> State:
     """Return the rows that all moves make of right ones."""
     for move in moves:
         rows = move.change.apply(rows)
@@ -253,8 +318,13 @@ def find_row_change(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[
 
 def name_rounding(role: str, dtype: torch.dtype, parts: tuple[str, ...] = BOTH) -> Move:
     """Return the move of a projection that was cast to a dtype and back."""
-    name = MapName(WEIGHTS_ROUNDED, format_dtype(dtype), (role,), 0, (("dtype", dtype),))
+    name = MapName(WEIGHTS_ROUNDED, format_dtype(dtype), (role,), 0, (("dtype", str(dtype)),))
     return Move(name, Edited({role: cast_and_back(dtype)}, parts=parts))
+
+
+def name_zeros(role: str, parts: tuple[str, ...]) -> Move:
+    """Return the move of a projection without numbers."""
+    return Move(MapName(ROWS_ZERO, "all", (role,)), Edited({role: torch.zeros_like}, parts=parts))
 
 
 def _is_rounding(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:

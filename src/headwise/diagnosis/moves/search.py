@@ -16,7 +16,16 @@ from torch import Tensor
 
 from headwise.diagnosis.catalogue import FUSED_ROW_CUT, HEADS_PERMUTED, SHARD_ORDER
 from headwise.diagnosis.moves.families import RowMapCatalogue
-from headwise.diagnosis.moves.maps import MapName, MatrixMap, RowMap, Rows, RowSizes
+from headwise.diagnosis.moves.maps import (
+    MapName,
+    MatrixMap,
+    RowMap,
+    RowSizes,
+    join_rows,
+    list_roles,
+    list_square_roles,
+)
+from headwise.function.weights import State
 from headwise.support.tensors import view_as_bits
 
 _BLOCK = 1 << 20  # entries that are widened to int64 at a time
@@ -70,23 +79,23 @@ _Parts = dict[tuple[str, bool | None], Tensor]  # of a role as it is, or after a
 
 
 def label_rows(
-    a: Rows,
-    b: Rows,
+    a: State,
+    b: State,
     sizes: RowSizes,
     matrix_maps: Sequence[MatrixMap],
     label: Callable[[_Parts, _Parts], tuple[_Parts, _Parts]],
 ) -> tuple[Labelled, Labelled]:
     """Return labels of a's and of b's rows, as they are and with matrices read otherwise."""
     ours, theirs = (
-        _Parts({(role, None): rows.matrix_of_role(role) for role in sizes.roles}) for rows in (a, b)
+        _Parts({(role, None): join_rows(rows, role) for role in sizes.roles}) for rows in (a, b)
     )
     for each in matrix_maps:
         if len(each.roles) == 1:
             [role] = each.roles
-            theirs[role, each.is_reversed] = each.apply(b).matrix_of_role(role)
+            theirs[role, each.is_reversed] = join_rows(each.apply(b), role)
             if each.given is None:
                 turned = each.apply(a, undone=True)
-                ours[role, not each.is_reversed] = turned.matrix_of_role(role)
+                ours[role, not each.is_reversed] = join_rows(turned, role)
     labels_a, labels_b = (
         Labelled(
             sizes,
@@ -109,19 +118,19 @@ def label_bits(
     return a, b
 
 
-def list_matrix_maps(rows: Rows, sizes: RowSizes, given: Rows | None = None) -> list[MatrixMap]:
+def list_matrix_maps(rows: State, sizes: RowSizes, given: State | None = None) -> list[MatrixMap]:
     """Return the maps of matrices for these rows, those of the fewest roles first.
 
     ``given`` are the rows with matrices transposed, if they cannot be computed.
     """
-    square = rows.list_square_roles() if given is None else given.roles
+    square = list_square_roles(rows) if given is None else list_roles(given)
     maps = [
         MatrixMap(roles, is_square=True, given=given)
         for count in range(1, len(square) + 1)
         for roles in combinations(square, count)
     ]
     for role in sizes.roles if given is None else ():
-        if role not in square and min(rows.matrix_of_role(role).shape) > 1:
+        if role not in square and min(join_rows(rows, role).shape) > 1:
             maps += [MatrixMap((role,), is_square=False, is_reversed=x) for x in (False, True)]
     return maps
 

@@ -7,7 +7,6 @@ matrix, with all others right, and given to the search of moves.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -15,20 +14,43 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis import watch
-from headwise.diagnosis.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO
+from headwise.diagnosis.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO, SIGN, Cause
 from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.moves import families, find
 from headwise.diagnosis.moves import search as moves_search
-from headwise.diagnosis.moves.maps import BIASES, BOTH, WEIGHTS, MapName, MatrixMap, RowMap
-from headwise.diagnosis.moves.move import BiasDropped, Edited, Limited, Move, Taken
+from headwise.diagnosis.moves.maps import (
+    BIASES,
+    BOTH,
+    TENSORS,
+    WEIGHTS,
+    MapName,
+    MatrixMap,
+    RowMap,
+    RowSizes,
+    count_columns,
+    view_kind,
+)
+from headwise.diagnosis.moves.move import (
+    ROUNDED,
+    Dropped,
+    Edited,
+    Limited,
+    Move,
+    Taken,
+    name_rounding,
+    name_zeros,
+)
 from headwise.diagnosis.outputs import scores, values
 from headwise.diagnosis.outputs.runs import Runs, agree_on_few, agrees, predict_each
 from headwise.diagnosis.outputs.solving import Read
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.errors import OptionError
 from headwise.function.spec import ABSENT
-from headwise.function.weights import State
+from headwise.function.weights import KINDS, State, bias_of
 
+OTHERS = KINDS[1:-1]  # without the output bias, which is read
+UNREAD = {"g", *(tensor for kind in OTHERS for tensor in kind.values())}
+UNREAD_TENSORS = {TENSORS.get(role, role) for role in UNREAD}
 FEWEST = 16  # sequences of two tokens
 FLOOR_FINE, FLOOR = 4e-6, 4e-5  # of what is read in float64 and in float32
 NOISE = 10  # times the standard deviation
@@ -48,16 +70,74 @@ def find_output_moves(model: AttentionModel, runs: Runs, *, crosses: bool) -> tu
         return ()
 
 
-class _Search:
+def list_unread_moves(model: AttentionModel) -> list[Move]:
+    """Return the named moves of tensors that are not read: of the gate, the norms and the sink."""
+    moves = _list_moves(model, UNREAD) if UNREAD_TENSORS & model.weights.keys() else ()
+    return [move for move in moves if UNREAD & {*move.roles}]
+
+
+def _describe_rotation(model: AttentionModel) -> dict[str, Any]:
+    rotary = model.settings.rotation
+    is_interleaved = rotary is not None and rotary.pairing == "interleaved"
+    width = None if rotary is None else rotary.width
+    return {"rotary_width": width, "is_interleaved": is_interleaved}
+
+
+def _list_moves(model: AttentionModel, roles: set[str]) -> Iterator[Move]:
+    """Yield the named moves of some projections, or of tensors of another kind."""
+    rotary = _describe_rotation(model)
+    yield from _MoveList(model.weights, rotary).of_roles(roles, {"g"})
+    for kind in OTHERS:
+        if roles & {*kind.values()} and (rows := view_kind(model.weights, kind)):
+            moves = _MoveList(rows, rotary).of_roles({*kind}, {*kind})
+            yield from (move.of_kind(kind) for move in moves)
+
+
+class _MoveList:
+    """Named moves of weights."""
+
+    def __init__(self, weights: State, rotary: dict[str, Any]) -> None:
+        self.weights, self.rotary, self.sizes = weights, rotary, RowSizes.of(weights)
+
+    def of_roles(self, roles: set[str], unread: set[str]) -> Iterator[Move]:
+        """Yield the moves of some roles, with changes of all numbers of those that are unread."""
+        biased = {r for r in self.sizes.roles if r != "o" and f"b{r}" in self.weights}
+        for step in self.list_steps(roles):
+            moved = {*step.names[0].roles}
+            yield Move.of_step(step)
+            if isinstance(step, RowMap) and moved & biased:
+                yield Move.of_step(step, WEIGHTS)
+                if moved & biased & roles:
+                    yield Move.of_step(step, BIASES)
+        for count in (2, 3):  # one alone is read
+            for together in combinations([role for role in "qkv" if role in biased], count):
+                if roles & {*together}:
+                    name = MapName(BIAS_MISSING, "", together)
+                    yield Move(name, Dropped(together, parts=BIASES))
+        for role in sorted(roles & {*self.sizes.roles}):
+            for head in range(self.sizes.count_heads(role)):
+                yield _zero_heads(ROWS_ZERO, role, (head,), WEIGHTS if role == "o" else BOTH)
+                if role in biased:
+                    yield _zero_heads(BIAS_MISSING, role, (head,))
+            yield from _list_edits(role, role in biased, is_read=role not in unread)
+
+    def list_steps(self, roles: set[str]) -> list[RowMap | MatrixMap]:
+        """Return the maps of some projections."""
+        sizes = replace(self.sizes, **self.rotary)
+        maps = families.make_row_map_catalogue(sizes, count_columns(self.weights)).maps
+        matrix_maps = moves_search.list_matrix_maps(self.weights, self.sizes)
+        cut = [step.roles[0] for step in matrix_maps if not step.is_square and step.is_reversed]
+        for together in map(tuple, ("qkv", "qk", "kv", "qkvg")):
+            if {*together} <= {*cut}:
+                matrix_maps += [MatrixMap(together, False, reverse) for reverse in (False, True)]
+        steps: list[RowMap | MatrixMap] = [*maps, *matrix_maps]
+        return [step for step in steps if roles & {*step.names[0].roles}]
+
+
+class _Search(_MoveList):
     def __init__(self, model: AttentionModel, runs: Runs, crosses: bool) -> None:
+        super().__init__(model.weights, _describe_rotation(model))
         self.model, self.runs, self.crosses = model, runs, crosses
-        self.rows = find.extract_rows(model.weights)
-        self.sizes = self.rows.head_counts_and_dims()
-        rotary = model.settings.rotation
-        self.rotary: dict[str, Any] = {
-            "rotary_width": None if rotary is None else rotary.width,
-            "is_interleaved": rotary is not None and rotary.pairing == "interleaved",
-        }
 
     def yield_moves(self) -> Iterator[Moves]:
         single = self.runs.single_call(self.model, crosses=self.crosses)
@@ -74,11 +154,11 @@ class _Search:
             yield from self._yield_score_moves(pair)
 
     def _yield_value_moves(self, single: RecordedCall, pair: RecordedCall) -> Iterator[Moves]:
-        yield from self._try_moves({"v", "o"}, single, pair)
+        yield from self._try_moves({"v", "o", "g"}, single, pair)
         yield from self._name_reads(self._read_values(single))
 
     def _yield_score_moves(self, pair: RecordedCall) -> Iterator[Moves]:
-        fitting = [*self._try_moves({"q", "k"}, pair, pair)]
+        fitting = [*self._try_moves({"q", "k", *UNREAD} - {"g"}, pair, pair)]
         yield from fitting
         if not fitting:
             yield from ((move,) for move in self._list_near_moves(pair))
@@ -107,10 +187,11 @@ class _Search:
         """Return the named moves of some roles, a key of what each changes in them, and weights."""
 
         def make() -> list[tuple[Move, object, State]]:
-            names = [f"{kind}{role}" for role in sorted(roles) for kind in "wb"]
+            tensors = [TENSORS.get(role, role) for role in sorted(roles)]
+            names = [name for tensor in tensors for name in (tensor, bias_of(tensor))]
             made = list[tuple[Move, object, State]]()
-            for move in self._list_moves(roles):
-                weights = apply_move(self.model, move).weights
+            for move in _list_moves(self.model, roles):
+                weights = move.apply(self.model.weights)
                 if any(weights.get(n) is not self.model.weights.get(n) for n in names):
                     made.append((move, _key_of_change(move, roles, self), weights))
             return made
@@ -126,7 +207,7 @@ class _Search:
         for _, key, weights in changes:
             models.setdefault(key, replace(self.model, weights=weights))
         known = dict.fromkeys(models, True)
-        joint = [key for key, model in models.items() if self._has_right_output(model)]
+        joint = [key for key, model in models.items() if self._projects_alone(model)]
         few = agree_on_few(self.model, [models[k] for k in joint], call, self.runs.tolerance)
         known.update(zip(joint, few, strict=True))
         for key in (key for key, is_near in known.items() if is_near):
@@ -134,9 +215,10 @@ class _Search:
             known[key] = agrees(models[key], call, self.runs.tolerance)
         return known
 
-    def _has_right_output(self, model: AttentionModel) -> bool:
+    def _projects_alone(self, model: AttentionModel) -> bool:
         right = self.model.weights
-        return all(model.weights.get(name) is right.get(name) for name in ("wo", "bo"))
+        others = right.keys() - {"wq", "wk", "wv", "bq", "bk", "bv"}
+        return all(model.weights.get(name) is right[name] for name in others)
 
     def _list_near_moves(self, pair: RecordedCall) -> Iterator[Move]:
         """Yield moves of queries and keys beside which another fault of the scores may be.
@@ -171,37 +253,6 @@ class _Search:
         """True if (sequences, heads) agree in more than half of the heads to rounding."""
         left, size = (x - right).norm(dim=0), right.norm(dim=0)
         return float((left <= 100 * self.runs.tolerance * size).double().mean()) > HALF
-
-    def _list_moves(self, roles: set[str]) -> Iterator[Move]:
-        biased = {role for role in "qkv" if f"b{role}" in self.model.weights}
-        for step in self._list_steps(roles):
-            moved = {*step.names[0].roles}
-            yield Move.of_step(step)
-            if isinstance(step, RowMap) and moved & biased:
-                yield Move.of_step(step, WEIGHTS)
-                if moved & biased & roles:
-                    yield Move.of_step(step, BIASES)
-        for count in (2, 3):  # one alone is read
-            for together in combinations([role for role in "qkv" if role in biased], count):
-                if roles & {*together}:
-                    name = MapName(BIAS_MISSING, "", together)
-                    yield Move(name, BiasDropped(together, parts=BIASES))
-        for role in sorted(roles):
-            for head in range(self.sizes.count_heads(role)):
-                yield _zero_head(role, head)
-                if role in biased:
-                    yield _drop_bias_of_heads(role, (head,))
-
-    def _list_steps(self, roles: set[str]) -> list[RowMap | MatrixMap]:
-        sizes = replace(self.sizes, **self.rotary)
-        maps = families.make_row_map_catalogue(sizes, self.rows.column_counts()).maps
-        matrix_maps = moves_search.list_matrix_maps(self.rows, self.sizes)
-        cut = [step.roles[0] for step in matrix_maps if not step.is_square and step.is_reversed]
-        for together in (("q", "k", "v"), ("q", "k"), ("k", "v")):
-            if {*together} <= {*cut}:
-                matrix_maps += [MatrixMap(together, False, reverse) for reverse in (False, True)]
-        steps: list[RowMap | MatrixMap] = [*maps, *matrix_maps]
-        return [step for step in steps if roles & {*step.names[0].roles}]
 
     # ---- roles that are read ---------------------------------------------------------------------
 
@@ -262,9 +313,9 @@ class _Search:
             return
         parts = tuple(parted)
         if parts == BIASES and not bool(read.weights[f"b{role}"][list(heads)].any()):
-            yield _drop_bias_of_heads(role, heads)
+            yield _zero_heads(BIAS_MISSING, role, heads)
             return
-        steps = self._list_steps({role})
+        steps = self.list_steps({role})
         fitting = [step for step in steps if self._makes_heads(step, read, parts, heads, tolerance)]
         alone = [_limit(Move.of_step(step), (role,), heads, parts) for step in fitting]
         if alone:
@@ -284,13 +335,10 @@ class _Search:
         heads: Sequence[int],
         tolerance: float,
     ) -> bool:
-        made = Move.of_step(step, parts).change.apply(self.rows)
-        role, rows = read.role, {"weights": made.matrices, "biases": made.biases}
-        return not any(
-            {*heads}
-            & {*_parted_heads(rows[part][role], read.weights[f"{part[0]}{role}"], tolerance)}
-            for part in parts
-        )
+        made = Move.of_step(step, parts).change.apply(self.model.weights)
+        names = [f"{part[0]}{read.role}" for part in parts]
+        parted = (_parted_heads(made[name], read.weights[name], tolerance) for name in names)
+        return all({*heads}.isdisjoint(each) for each in parted)
 
     def _find_low_rank_change(self, read: Read, tolerance: float) -> Move | None:
         role = read.role
@@ -334,11 +382,14 @@ def _repeats_head(move: Move) -> bool:
 
 def _key_of_change(move: Move, roles: set[str], owner: _Search) -> object:
     change = move.change
-    if not isinstance(change, Taken) or not isinstance(change.step, RowMap):
+    if move.kind != TENSORS or not isinstance(change, Taken) or not isinstance(change.step, RowMap):
         return object()
     index = change.step.index_over_roles(owner.sizes)
     spans = owner.sizes.spans()
-    return (change.parts, *(index[spans[r]].numpy().tobytes() for r in sorted(roles)))
+    return (
+        change.parts,
+        *(index[spans[r]].numpy().tobytes() for r in sorted(roles & spans.keys())),
+    )
 
 
 def _parted_heads(ours: Tensor, right: Tensor, tolerance: float) -> tuple[int, ...]:
@@ -375,35 +426,21 @@ def _limit(
     return Move(named(move.name), change, tuple(map(named, move.equals)))
 
 
-def _zero_head(role: str, head: int) -> Move:
-    name = MapName(ROWS_ZERO, _list_heads((head,)), (role,), 0, (("heads", (head,)),))
-    parts = WEIGHTS if role == "o" else BOTH
-    return Move(name, Edited({role: partial(_clear_heads, (head,))}, parts=parts))
+def _list_edits(role: str, is_biased: bool, *, is_read: bool) -> Iterator[Move]:
+    """Yield changes of all numbers of a role: its zeros alone, if it is read off outputs."""
+    for parts in (BOTH, WEIGHTS, BIASES) if is_biased else (WEIGHTS,):
+        if "weights" in parts:
+            yield name_zeros(role, parts)
+        if not is_read:
+            yield Move(MapName(SIGN, "", (role,)), Edited({role: torch.neg}, parts=parts))
+            yield from (name_rounding(role, dtype, parts) for dtype in ROUNDED)
+    if is_biased and not is_read:
+        yield Move(MapName(BIAS_MISSING, "", (role,)), Dropped((role,), parts=BIASES))
 
 
-def _clear_heads(heads: tuple[int, ...], x: Tensor) -> Tensor:
-    x = x.clone()
-    x[list(heads)] = 0
-    return x
-
-
-def _drop_bias_of_heads(role: str, heads: tuple[int, ...]) -> Move:
-    name = MapName(BIAS_MISSING, _list_heads(heads), (role,), 0, (("heads", heads),))
-
-    return Move(name, Edited({role: partial(_clear_heads, heads)}, parts=BIASES))
-
-
-def apply_move(model: AttentionModel, move: Move) -> AttentionModel:
-    """Return the model with a fault of weights."""
-    change, weights = move.change, dict(model.weights)
-    if isinstance(change, Taken) and isinstance(change.step, MatrixMap):
-        change = replace(
-            change, step=replace(change.step, given=None)
-        )  # of weights, not of activations
-    edits = change.edits if isinstance(change, Edited) and "biases" in change.parts else {}
-    if "bo" in weights and "o" in edits:  # a factor of all heads, which alone can be the bias's
-        weights["bo"] = edits["o"](weights["bo"][None, None])[0, 0]
-    if isinstance(change, BiasDropped) and "o" in change.roles:
-        weights.pop("bo", None)
-    rows = change.apply(find.extract_rows(model.weights))
-    return replace(model, weights=find.replace_rows(weights, rows))
+def _zero_heads(
+    cause: Cause, role: str, heads: tuple[int, ...], parts: tuple[str, ...] = BIASES
+) -> Move:
+    name = MapName(cause, _list_heads(heads), (role,), 0, (("heads", heads),))
+    cleared = Edited({role: torch.zeros_like}, parts=parts)
+    return Move(name, Limited(cleared, (role,), heads, parts=parts))

@@ -27,9 +27,8 @@ from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.moves.move import find_factor_formula
 from headwise.diagnosis.repairs.rows import (
     write_form,
-    write_norm_lines,
     write_number,
-    write_row_lines,
+    write_weight_lines,
 )
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.trials import NamedCause
@@ -100,7 +99,7 @@ def _write_pairs(right: AttentionModel, wrong: AttentionModel) -> tuple[str, ...
     index = [taken[places.index(channel)] for channel in range(head_dim)]
     for name in {"wq", "wk", "bq", "bk"} & right.weights.keys():
         changes[name] = right.weights[name][:, index]
-    lines = write_row_lines(right.with_weights(**changes).weights, right.weights)
+    lines = write_weight_lines(right.with_weights(**changes).weights, right.weights)
     shown = "2i and 2i + 1"
     if rule.pairing == "half-split":
         shown = f"i and i + {rule.span or int(rule.width) // 2}"
@@ -496,8 +495,7 @@ def write_weights(named: NamedCause, before: AttentionModel) -> tuple[str, ...]:
     place, weights = PLACE_OF.get(named.cause), named.variant.model.weights
     if named.cause in WORDS_ALONE or place not in (None, GROUPS, ON_WEIGHTS, MASK_AND_SOFTMAX):
         return ()
-    write = write_norm_lines if place is ON_WEIGHTS else write_row_lines
-    return write(weights, before.weights)
+    return write_weight_lines(weights, before.weights)
 
 
 def _is_plain(settings: AttentionSpec) -> bool:

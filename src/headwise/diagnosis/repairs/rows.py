@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, permutations
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.find import extract_rows
-from headwise.diagnosis.moves.maps import Rows
+from headwise.diagnosis.moves.maps import TENSORS, join_rows, list_roles
 from headwise.diagnosis.moves.move import find_factor_formula
 from headwise.function.weights import State
 
@@ -26,44 +25,37 @@ NEAR = 3e-7  # of a fitted number, which may be one of 6 digits
 ROLES = "qkv"
 
 
-def write_row_lines(wrong: State, right: State) -> tuple[str, ...]:
+def write_weight_lines(wrong: State, right: State) -> tuple[str, ...]:
     """Return the lines that make right weights from wrong ones; () where none do.
 
     Numbers that are lost, or that the wrong weights never had, cannot come back by a line.
     """
-    ours, theirs = map(_extract, (wrong, right))
-    parted = [role for role in theirs.roles if not _is_equal(role, ours, theirs)]
-    if not parted or any(ours.matrices[r].shape != theirs.matrices[r].shape for r in parted):
+    names = [n for n, x in right.items() if n not in wrong or not torch.equal(wrong[n], x)]
+    if any(name not in wrong or wrong[name].shape != right[name].shape for name in names):
         return ()
-    if any(role in theirs.biases and role not in ours.biases for role in parted):
-        return ()
-    if lines := _write_exchange(parted, ours, theirs):
+    parted = [role for role in list_roles(right) if {f"w{role}", f"b{role}"} & {*names}]
+    others = [name for name in names if name[1:] not in TENSORS]
+    if others:
+        vectors = [_write_vector(name, 1, wrong[name], right[name]) for name in others]
+        return tuple(vectors) if all(vectors) and not parted else ()
+    if lines := _write_exchange(parted, wrong, right):
         return lines
-    each = [_write_role(role, ours, theirs) for role in parted]
+    each = [_write_role(role, wrong, right) for role in parted]
     if all(each):
         return tuple(line for lines in each for line in lines)
-    return _write_fused(parted, ours, theirs)
+    return _write_fused(parted, wrong, right)
 
 
-def _extract(state: State) -> Rows:
-    """Return the rows of canonical weights, with the output bias as that of o."""
-    rows, bias = extract_rows(state), {"o": state["bo"][None]} if "bo" in state else {}
-    return Rows(rows.matrices, {**rows.biases, **bias})
-
-
-def _is_equal(role: str, a: Rows, b: Rows) -> bool:
-    mine, theirs = a.biases.get(role), b.biases.get(role)
-    same = mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
-    return same and torch.equal(a.matrices[role], b.matrices[role])
-
-
-def _write_exchange(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, ...]:
+def _write_exchange(parted: Sequence[str], ours: State, theirs: State) -> tuple[str, ...]:
     for order in permutations(parted):
         if len(parted) < 2 or "o" in parted:
             return ()
         lines = []
         for kind in "wb":
-            a, b = ((x.matrices, x.biases)[kind == "b"] for x in (ours, theirs))
+            a, b = (
+                {role: x[f"{kind}{role}"] for role in parted if f"{kind}{role}" in x}
+                for x in (ours, theirs)
+            )
             there = [role for role in parted if role in b]
             taken = dict(zip(parted, order, strict=True))
             if not there or all(torch.equal(a[role], b[role]) for role in there):
@@ -77,9 +69,9 @@ def _write_exchange(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[st
     return ()
 
 
-def _write_role(role: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
-    heads = theirs.matrices[role].shape[0]
-    a, b = (x.matrix_of_role(role) for x in (ours, theirs))
+def _write_role(role: str, ours: State, theirs: State) -> tuple[str, ...]:
+    heads, bias = theirs[f"w{role}"].shape[0], f"b{role}"
+    a, b = (join_rows(x, role) for x in (ours, theirs))
     lines = []
     if not torch.equal(a, b):
         name, shape = (f"w{role}", f"w{role}.shape") if role != "o" else ("wo.T", "wo.T.shape")
@@ -87,22 +79,13 @@ def _write_role(role: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
         if not expression:
             return ()
         lines.append(f"w{role} = {_transpose_back(expression) if role == 'o' else expression}")
-    if role in theirs.biases and not torch.equal(ours.biases[role], theirs.biases[role]):
+    if bias in theirs and not torch.equal(ours[bias], theirs[bias]):
         heads = 1 if role == "o" else heads
-        line = _write_vector(f"b{role}", heads, ours.biases[role], theirs.biases[role])
+        line = _write_vector(bias, heads, ours[bias], theirs[bias])
         if not line:
             return ()
         lines.append(line)
     return tuple(lines)
-
-
-def write_norm_lines(wrong: State, right: State) -> tuple[str, ...]:
-    """Return the lines that make right weights of QK-norms from wrong ones; () where none do."""
-    names = [
-        name for name in right if "_norm" in name and not torch.equal(wrong[name], right[name])
-    ]
-    lines = [_write_vector(name, 1, wrong[name], right[name]) for name in names]
-    return tuple(lines) if all(lines) else ()
 
 
 def _write_vector(name: str, heads: int, wrong: Tensor, right: Tensor) -> str:
@@ -260,20 +243,21 @@ def write_form(number: float, *, head_dim: int, width: int) -> str:
     return f"({form})" if " " in form else form
 
 
-def _write_fused(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, ...]:
-    roles = [role for role in ROLES if role in theirs.roles]
-    widths = {ours.matrices[role].shape[2] for role in roles}
+def _write_fused(parted: Sequence[str], ours: State, theirs: State) -> tuple[str, ...]:
+    roles = [role for role in ROLES if f"w{role}" in theirs]
+    widths = {ours[f"w{role}"].shape[2] for role in roles}
     if not {*parted} <= {*roles} or len(widths) > 1:
         return ()
     lines: list[str] = []
     for kind in "wb":
-        parts: list[Mapping[str, Tensor]] = [
-            x.matrices if kind == "w" else {r: y[..., None] for r, y in x.biases.items()}
-            for x in (ours, theirs)
-        ]
-        if not {*roles} <= parts[1].keys():
+        held = [f"{kind}{role}" for role in roles]
+        if not {*held} <= theirs.keys():
             continue
-        a, b = (torch.cat([part[role].flatten(0, 1) for role in roles]) for part in parts)
+        sizes = [theirs[f"w{role}"].shape[:2].numel() for role in roles]
+        a, b = (
+            torch.cat([x[n].reshape(size, -1) for n, size in zip(held, sizes, strict=True)])
+            for x in (ours, theirs)
+        )
         if torch.equal(a, b):
             continue
         index = find_rows(b, a)
@@ -288,8 +272,8 @@ def _write_fused(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, 
         names = ", ".join(f"{kind}{role}" for role in roles)
         lines += [f"{name} = torch.cat(({names}))", f"{name} = {made}"]
         ends = [0]
-        for role in roles:
-            ends.append(ends[-1] + parts[1][role].shape[:2].numel())
+        for size in sizes:
+            ends.append(ends[-1] + size)
         cuts = [f"{name}[{i or ''}:{j}]" for i, j in pairwise(ends)]
         lines.append(f"{names} = {', '.join(cuts)}")
     return tuple(lines)
