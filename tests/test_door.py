@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import headwise
+from headwise import diagnosis, identify
 
 HEAVY = {"beartype", "jinja2", "matplotlib", "numpy", "onnx", "torch", "transformers"}
 
@@ -90,7 +91,7 @@ def test_rooms_export_what_type_checkers_see() -> None:
     for package in sorted(Path(headwise.__file__).parent.rglob("__init__.py")):
         if "export_lazily(" not in (text := package.read_text("utf-8")):
             continue
-        (table,) = re.findall(r"__name__,\s+(\{.+?\}),?\s*\)\n", text, re.S)
+        (table,) = re.findall(r"__name__,\s+(\{.+?\})", text, re.S)
         names = {n: module for module, ns in ast.literal_eval(table).items() for n in ns.split()}
         assert names == names_for_type_checkers(package), package
         parts = package.parent.relative_to(Path(headwise.__file__).parents[1]).parts
@@ -98,6 +99,14 @@ def test_rooms_export_what_type_checkers_see() -> None:
         assert all(getattr(room, name) is not None for name in room.__all__)
         seen += 1
     assert seen >= 9
+
+
+def test_names_that_moved_are_found_with_a_warning() -> None:
+    moved = {name: getattr(identify, name) for name in identify.__all__}
+    for name, value in moved.items():
+        with pytest.warns(DeprecationWarning, match=f"{name} is headwise.identify.{name} now"):
+            assert getattr(diagnosis, name) is value
+    assert not {*moved} & {*diagnosis.__all__}
 
 
 def test_import_headwise_loads_nothing_heavy() -> None:

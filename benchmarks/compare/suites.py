@@ -21,11 +21,11 @@ from benchmarks.faults.reference_layer import ReferenceLayer
 from benchmarks.faults.same import SAME
 from benchmarks.faults.subtle import SUBTLE
 from benchmarks.faults.unknown import MECHANISMS
-from headwise.diagnosis.catalogue import CAUSES, Cause
 from headwise.diagnosis.layers import Comparison
 from headwise.diagnosis.models import compare_runs
 from headwise.diagnosis.probes import NamedInputs, make_probe_inputs
-from headwise.diagnosis.results import Diagnosis, Verdict
+from headwise.identify.catalogue import CAUSES, Cause
+from headwise.identify.results import Diagnosis, Verdict
 
 # Names of one function, stated beforehand: fault -> causes that are also right.
 EQUALS: dict[str, frozenset[str]] = {}

@@ -24,8 +24,8 @@ import typer
 import headwise
 from benchmarks.field.case import APART, Edits, load_edited
 from benchmarks.field.score import interval
-from headwise.diagnosis import Diagnosis, Verdict
 from headwise.errors import HeadwiseError
+from headwise.identify import Diagnosis, Verdict
 
 ROOMS = ("modules", "models", "cached")
 RECORD = Path("build")

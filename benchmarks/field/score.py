@@ -12,9 +12,9 @@ import headwise
 from benchmarks.field import formulas, references
 from benchmarks.field.case import FieldCase
 from benchmarks.field.truth import PROPOSED, Truth
-from headwise.diagnosis import Diagnosis, Verdict
-from headwise.diagnosis.catalogue import CAUSES
 from headwise.errors import HeadwiseError
+from headwise.identify import Diagnosis, Verdict
+from headwise.identify.catalogue import CAUSES
 
 WHERE_RIGHT = {"same": "same", "unknown": "unknown"}
 

@@ -21,10 +21,10 @@ import typer
 import headwise
 from benchmarks.field.check_models import KINDS, ModelCase, build_peer, read_model_cases
 from benchmarks.field.score import interval
-from headwise.diagnosis.comparison import LayerComparison, ModelComparison
 from headwise.diagnosis.subjects.subject import FAILURES, describe_error
 from headwise.errors import HeadwiseError
 from headwise.function.stages import STAGES
+from headwise.identify.comparison import LayerComparison, ModelComparison
 
 RECORD = Path("build") / "field-models.jsonl"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.field.case import FIRST, read_cases
-from headwise.diagnosis.catalogue import CAUSES
+from headwise.identify.catalogue import CAUSES
 
 FAULTS = {"single": 1, "pair": 2}  # of a case of this kind
 NEW_CAUSES = (

@@ -10,11 +10,11 @@ from headwise.support.lazy import OldLayers, export_lazily
 
 if TYPE_CHECKING:
     from headwise.diagnosis._compare import compare as compare
-    from headwise.diagnosis._verify import verify as verify
-    from headwise.diagnosis.detection import detect as detect
     from headwise.errors import HeadwiseError as HeadwiseError
     from headwise.function.rotary import Rotary as Rotary
     from headwise.huggingface import register_huggingface as register_huggingface
+    from headwise.identify._verify import verify as verify
+    from headwise.identify.detection import detect as detect
     from headwise.layers._upgrade import upgrade as upgrade
     from headwise.layers.attention import Attention as Attention
     from headwise.layers.torch_api.layer import MultiheadAttention as MultiheadAttention
@@ -31,8 +31,8 @@ __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
         "diagnosis._compare": "compare",
-        "diagnosis._verify": "verify",
-        "diagnosis.detection": "detect",
+        "identify._verify": "verify",
+        "identify.detection": "detect",
         "errors": "HeadwiseError",
         "function.rotary": "Rotary",
         "huggingface": "register_huggingface",

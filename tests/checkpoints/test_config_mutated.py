@@ -21,8 +21,8 @@ from headwise.checkpoints.config import (
     resolve,
 )
 from headwise.checkpoints.safetensors import StoredTensor
-from headwise.diagnosis.detection import detect_by_names_and_shapes
 from headwise.errors import HeadwiseError
+from headwise.identify.detection import detect_by_names_and_shapes
 from headwise.layouts.registry import layout
 from tests.layouts.examples import sizes_of
 

@@ -31,7 +31,7 @@ from headwise.function.spec import ABSENT, USUAL_SCALE
 from headwise.layouts.catalogue import OPEN
 from headwise.layouts.registry import layout, layouts_by_name
 from tests.checkpoints import llamas
-from tests.diagnosis.test_detect import file_of
+from tests.identify.test_detect import file_of
 from tests.layouts.examples import known_of
 from tests.refusals import refusals
 

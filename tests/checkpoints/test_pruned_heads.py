@@ -18,9 +18,9 @@ from headwise.checkpoints.config import layout_name
 from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.source import open_source
 from headwise.checkpoints.transformers import load, read_model
-from headwise.diagnosis.detection import detect
 from headwise.errors import OptionError
 from headwise.function.weights import take_heads
+from headwise.identify.detection import detect
 from headwise.layouts.modules import find_modules
 from headwise.layouts.registry import layout
 

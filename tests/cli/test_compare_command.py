@@ -16,9 +16,9 @@ from headwise import compare as compare_attentions
 from headwise.checkpoints.attention import load_attention
 from headwise.cli.compare import compare
 from headwise.diagnosis import watch
-from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects.recording import record_activations
 from headwise.errors import OptionError
+from headwise.identify.results import Verdict
 from tests.cli.alone import Alone
 
 run = Alone(compare).invoke

@@ -20,7 +20,7 @@ from headwise.errors import CheckpointError, OptionError
 from headwise.layouts.registry import layout
 from tests.checkpoints import llamas
 from tests.cli.alone import Alone
-from tests.diagnosis.test_detect import file_of
+from tests.identify.test_detect import file_of
 from tests.layouts.examples import known_of
 
 CONVERT = Alone(convert)

@@ -191,7 +191,7 @@ def test_an_interruption(status: Status, place: Path, monkeypatch: pytest.Monkey
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headwise.diagnosis.detection.detect", stop)
+    monkeypatch.setattr("headwise.identify.detection.detect", stop)
     assert status("detect", place) == INTERRUPTED
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import headwise
 from headwise.cli.convert import convert as convert_command
 from headwise.cli.verify import verify
-from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
+from headwise.identify.results import Verdict
 from headwise.layouts.plan import convert
 from tests.checkpoints import llamas
 from tests.cli.alone import Alone

@@ -6,12 +6,13 @@ from collections.abc import Collection
 from typing import Any
 
 from headwise import Attention
-from headwise.diagnosis import Diagnosis, Inputs
-from headwise.diagnosis.catalogue import CAUSES
+from headwise.diagnosis import Inputs
 from headwise.diagnosis.layers import Comparison
 from headwise.diagnosis.probes import choose_inputs, make_further_probes
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.steps import make_function
+from headwise.identify import Diagnosis
+from headwise.identify.catalogue import CAUSES
 
 
 def compare_among(

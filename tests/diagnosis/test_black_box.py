@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, compare
-from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.errors import MaskError, OptionError, ShapeError
+from headwise.identify.results import Verdict
 from tests.diagnosis.test_stopped import interrupt_at
 
 WIDTH, HEADS = 40, 5

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from headwise import Attention, Mask, compare
 from headwise.diagnosis.functions import BlackBoxComparison
-from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.layers import NativeSubject
+from headwise.identify.results import Verdict
 
 WIDTH, HEADS = 40, 5
 

@@ -28,13 +28,13 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.opt.modeling_opt import OPTAttention
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis import Diagnosis, Verdict
-from headwise.diagnosis.catalogue import CAUSES
 from headwise.diagnosis.layers import Comparison
 from headwise.diagnosis.probes import choose_inputs
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.transformers import TransformersSubject
+from headwise.identify import Diagnosis, Verdict
+from headwise.identify.catalogue import CAUSES
 from tests.quick import others_slow
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 48, 6, 2, 10, 5

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask, Rotary, compare
-from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.errors import OptionError, ShapeError
+from headwise.identify.results import Verdict
 from headwise.layers.distance import Alibi
 from headwise.testing import assert_same_function
 from tests.diagnosis.test_stopped import interrupt_at

@@ -41,11 +41,11 @@ from transformers.models.dia.configuration_dia import DiaDecoderConfig
 from transformers.models.dia.modeling_dia import DiaCrossAttention
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.comparison import ModelComparison
-from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.diagnosis.subjects.transformers import TransformersSubject
 from headwise.errors import OptionError, ShapeError
+from headwise.identify.comparison import ModelComparison
+from headwise.identify.results import Diagnosis, Verdict
 from headwise.layers.hooks import record_modules
 from tests.diagnosis.test_stopped import interrupt_at
 from tests.quick import others_slow

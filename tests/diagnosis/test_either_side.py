@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask, Rotary, compare
-from headwise.diagnosis.comparison import FoundCause
-from headwise.diagnosis.results import Diagnosis, Verdict
+from headwise.identify.comparison import FoundCause
+from headwise.identify.results import Diagnosis, Verdict
 from headwise.layers.distance import Alibi
 from headwise.layers.norm import QKNorm
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from headwise import Attention, compare
 from headwise.diagnosis.probes import SIDES
-from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.errors import OptionError
+from headwise.identify.results import Verdict
 from tests.diagnosis.test_stopped import interrupt_at
 from tests.quick import others_slow
 

@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from headwise import Attention, Mask, Rotary, compare
-from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.errors import OptionError
+from headwise.identify.results import Diagnosis, Verdict
 from headwise.testing import assert_same_function
 
 WIDTH, HEADS = 40, 5

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from headwise import compare
-from headwise.diagnosis.comparison import ModelComparison
-from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.aligned import arrange
 from headwise.diagnosis.subjects.run import run_beside, run_model
 from headwise.diagnosis.subjects.sites import find_sites
 from headwise.diagnosis.subjects.tape import record_tape, run_with
 from headwise.errors import OptionError
+from headwise.identify.comparison import ModelComparison
+from headwise.identify.results import Diagnosis, Verdict
 from tests.quick import others_slow
 from tests.refusals import refusals
 

@@ -14,11 +14,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.implementations import trial
 from headwise import compare, register_huggingface
-from headwise.diagnosis.comparison import ModelComparison
-from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects import run
 from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.function.rounding import exceeds_rounding
+from headwise.identify.comparison import ModelComparison
+from headwise.identify.results import Verdict
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own code, for flex

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from headwise import Attention, Rotary
-from headwise.diagnosis.catalogue import BATCH_SEQUENCE_EXCHANGED, CAUSES, Cause
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.pairs import ALONE
 from headwise.diagnosis.simulation.merging import merge_models
@@ -21,6 +20,7 @@ from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.trials import Trial, Trials
 from headwise.function.scaling import YarnScaling
 from headwise.function.spec import AlibiRule, RotaryRule, Softcap
+from headwise.identify.catalogue import BATCH_SEQUENCE_EXCHANGED, CAUSES, Cause
 from tests.diagnosis.causes.faulty_models import gated, inputs_of, model_of, recorded
 
 DRAWS = 4  # of the variants of two causes

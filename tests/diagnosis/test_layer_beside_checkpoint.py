@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
+from headwise.identify.results import Verdict
 
 
 @pytest.fixture(scope="module")

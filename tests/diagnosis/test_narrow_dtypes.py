@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise import Attention, compare
-from headwise.diagnosis.results import Verdict
+from headwise.identify.results import Verdict
 from tests.diagnosis.among import compare_among
 from tests.quick import others_slow
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis.outputs import values
-from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
 from headwise.function.scaling import YarnScaling
+from headwise.identify.results import Verdict
 from tests.quick import others_slow
 
 WIDTH, HEADS = 12, 3

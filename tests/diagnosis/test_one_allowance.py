@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import compare, verify
-from headwise.diagnosis.results import Verdict
+from headwise.identify.results import Verdict
 from headwise.testing import Budget
 from tests.diagnosis.test_stopped import interrupt_at
 from tests.quick import others_slow

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.comparison import FunctionComparison
-from headwise.diagnosis.results import Verdict
+from headwise.identify.comparison import FunctionComparison
+from headwise.identify.results import Verdict
 from headwise.layers import QKNorm
 from tests.diagnosis.among import compare_among
 from tests.diagnosis.test_stopped import interrupt_at

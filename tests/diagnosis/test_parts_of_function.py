@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, compare
-from headwise.diagnosis.comparison import FunctionComparison
 from headwise.diagnosis.layers import Comparison
 from headwise.diagnosis.probes import choose_inputs
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.parts import Parts
 from headwise.errors import OptionError, ShapeError
+from headwise.identify.comparison import FunctionComparison
 
 WIDTH, HEADS, KV_HEADS = 40, 6, 2
 

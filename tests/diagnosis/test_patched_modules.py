@@ -32,12 +32,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
 
 from headwise import compare
-from headwise.diagnosis import Diagnosis, Verdict
-from headwise.diagnosis.catalogue import CAUSES
 from headwise.diagnosis.layers import Comparison
 from headwise.diagnosis.probes import choose_inputs
 from headwise.diagnosis.subjects.transformers import TransformersSubject
 from headwise.errors import OptionError
+from headwise.identify import Diagnosis, Verdict
+from headwise.identify.catalogue import CAUSES
 from tests.quick import others_slow
 
 WIDTH, HEADS, HEAD_DIM = 48, 6, 8

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import compare
-from headwise.diagnosis.results import Diagnosis, Verdict
+from headwise.identify.results import Diagnosis, Verdict
 from tests.quick import others_slow
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from headwise import Attention, compare
-from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects.recording import record_activations
 from headwise.errors import OptionError, ShapeError
+from headwise.identify.results import Verdict
 
 WIDTH, HEADS = 40, 5
 

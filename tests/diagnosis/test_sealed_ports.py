@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from headwise import compare
-from headwise.diagnosis.results import Verdict
+from headwise.identify.results import Verdict
 from tests.diagnosis.sealed import megatron, open_lm, picogpt
 
 ANSWERS = [

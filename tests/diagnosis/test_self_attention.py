@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.running import is_over_sequences, pair_modules, record_first_calls
+from headwise.identify.running import is_over_sequences, pair_modules, record_first_calls
 from headwise.layouts.modules import NamedModule, NamedPosition
 from headwise.scanning.call import CapturedCall
 from tests.scanning.models import BATCH, LENGTH, WIDTH, Caller

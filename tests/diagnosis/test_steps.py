@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis import Diagnosis, Verdict
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.errors import OptionError
+from headwise.identify import Diagnosis, Verdict
 from tests.diagnosis.among import compare_among
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 40, 4, 2, 6, 4

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headwise import Attention, compare
 from headwise.diagnosis import watch
-from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
+from headwise.identify.results import Verdict
 from headwise.support.progress import Progress, no_progress
 
 WIDTH, HEADS = 40, 5

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.comparison import FunctionComparison
-from headwise.diagnosis.results import Verdict
+from headwise.identify.comparison import FunctionComparison
+from headwise.identify.results import Verdict
 
 WIDTH, HEADS = 40, 5
 

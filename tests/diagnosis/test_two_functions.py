@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise import compare
-from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError, ShapeError
+from headwise.identify.results import Verdict
 
 WIDTH = 48
 GENERATOR = torch.Generator().manual_seed(0)

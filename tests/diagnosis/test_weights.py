@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 import headwise
-from headwise.diagnosis.results import Verdict
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.function.weights import State
+from headwise.identify.results import Verdict
 from headwise.layouts import registry
 from tests.quick import others_slow
 

@@ -17,13 +17,13 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis import Inputs
 from headwise.diagnosis.causes.evidence import Family, Variant
-from headwise.diagnosis.comparison import FoundCause
-from headwise.diagnosis.moves.find import find_state_moves
 from headwise.diagnosis.patterns import describe_matrix
 from headwise.diagnosis.repairs.rows import write_form, write_weight_lines
-from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.parts import holds_modules
+from headwise.identify.comparison import FoundCause
+from headwise.identify.moves.find import find_state_moves
+from headwise.identify.results import Diagnosis, Verdict
 from tests.diagnosis.among import compare_among
 from tests.quick import others_slow
 

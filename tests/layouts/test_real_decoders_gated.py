@@ -17,7 +17,7 @@ from headwise import Attention, Layout, Mask, Rotary, convert
 from headwise.checkpoints import load_attention
 from headwise.checkpoints.description import open_checkpoint
 from headwise.cli.convert import convert as convert_command
-from headwise.diagnosis.results import Verdict
+from headwise.identify.results import Verdict
 from headwise.layers.norm import QKNorm
 from headwise.layouts.equality import same_bytes
 from headwise.layouts.registry import layout

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from headwise.diagnosis.catalogue import ROTARY_PERMUTATION_MISSING, ROTARY_THETA
-from headwise.diagnosis.comparison import (
+from headwise.identify.catalogue import ROTARY_PERMUTATION_MISSING, ROTARY_THETA
+from headwise.identify.comparison import (
     FoundCause,
     FunctionComparison,
     LayerComparison,
@@ -14,7 +14,7 @@ from headwise.diagnosis.comparison import (
     PartedStage,
     StageGaps,
 )
-from headwise.diagnosis.results import (
+from headwise.identify.results import (
     Diagnosis,
     ModuleMoves,
     OutputComparison,

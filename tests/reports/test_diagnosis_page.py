@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.catalogue import PAGES
-from headwise.diagnosis.comparison import FunctionComparison
-from headwise.diagnosis.results import Diagnosis, Verdict
+from headwise.identify.catalogue import PAGES
+from headwise.identify.comparison import FunctionComparison
+from headwise.identify.results import Diagnosis, Verdict
 from headwise.reports.diagnosis import (
     DiagnosisReport,
     difference_percent_text,

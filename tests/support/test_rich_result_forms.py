@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 import pytest
 
 from headwise import AttentionMatrix, Mask
-from headwise.diagnosis.results import Diagnosis
+from headwise.identify.results import Diagnosis
 from headwise.layouts._layout import Layout
 from headwise.scanning.diff import ScanDiff
 from headwise.scanning.result import HeadScan

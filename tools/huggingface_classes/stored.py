@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headwise.diagnosis.detection import Detection, narrow_by_running, open_weights
 from headwise.errors import HeadwiseError
+from headwise.identify.detection import Detection, narrow_by_running, open_weights
 
 BY_RUN, BY_CONFIG, REFUTED = "run", "config", "refuted"
 

@@ -118,8 +118,9 @@ def _compare_files(
 ) -> output.Diagnosis:
     with output.progress_bar(output.make_console(stderr=True), "loading torch") as progress:
         from headwise.checkpoints import attention, transformers
-        from headwise.diagnosis import _compare, _verify
+        from headwise.diagnosis import _compare
         from headwise.diagnosis.subjects.recording import is_recording
+        from headwise.identify import _verify
 
         layer, inputs = options["layer"], options["inputs"]
         limits = {"budget": options["budget"], "progress": progress}

@@ -16,7 +16,7 @@ from headwise.support.text import human_bytes, list_some
 
 if TYPE_CHECKING:
     from headwise.checkpoints.plan import ConversionReport
-    from headwise.diagnosis.detection import GivenWeights
+    from headwise.identify.detection import GivenWeights
 
 SHOWN = 4  # unchanged names
 SCHEMA = 1  # version of the JSON form of a report
@@ -106,7 +106,7 @@ def _run_conversion(
     with output.progress_bar(console, "loading torch"):
         from headwise.checkpoints import conversion, staging
         from headwise.checkpoints.source import CheckpointSource
-        from headwise.diagnosis import detection
+        from headwise.identify import detection
         from headwise.layouts import registry
         from headwise.support.tracing import one_thread
 

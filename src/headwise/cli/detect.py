@@ -35,7 +35,7 @@ def detect(
     decides. Nothing is guessed.
     """
     with output.progress_bar(output.make_console(stderr=True), "loading torch"):
-        from headwise.diagnosis import detection
+        from headwise.identify import detection
 
         result = detection.detect(place, reference=reference, against=against, **counts)
     lines = detection.describe_detection(result, title=str(place))

@@ -29,7 +29,7 @@ from headwise.errors import HeadwiseError, UndecidedError, join_error_lines
 if TYPE_CHECKING:
     from rich.console import Console as Console
 
-    from headwise.diagnosis.results import Diagnosis as Diagnosis
+    from headwise.identify.results import Diagnosis as Diagnosis
     from headwise.support.progress import Progress as Progress
 
 YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3
@@ -93,8 +93,8 @@ def suggest_comparison(diagnosis: Diagnosis, first: Path, second: Path) -> list[
 
 def exit_status_of_diagnosis(diagnosis: Diagnosis) -> int:
     """Return the exit status of a verdict."""
-    from headwise.diagnosis.results import Verdict
     from headwise.diagnosis.watch import INTERRUPTED as STOPPED
+    from headwise.identify.results import Verdict
 
     if diagnosis.function is not None and diagnosis.function.stopped == STOPPED:
         return INTERRUPTED

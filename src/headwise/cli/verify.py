@@ -127,7 +127,7 @@ def _run_verification(
     outputs: bool,
 ) -> tuple[int, dict[str, Any], list[str]]:
     with output.progress_bar(output.make_console(stderr=True), "loading torch") as progress:
-        from headwise.diagnosis._verify import verify as compare_weights
+        from headwise.identify._verify import verify as compare_weights
 
         named = dict(zip(("first_layout", "second_layout"), layouts, strict=True))
         settings = {**counts, **named, "outputs": outputs, "progress": progress}

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.source import CheckpointSource
 from headwise.diagnosis import functions, models, probes, watch
-from headwise.diagnosis._verify import verify_opened
-from headwise.diagnosis.detection import GivenWeights, open_weights
 from headwise.diagnosis.layers import Comparison
 from headwise.diagnosis.probes import ComparisonInputs
-from headwise.diagnosis.results import Diagnosis
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.diagnosis.subjects import layers, recording, steps, subject, transformers
 from headwise.diagnosis.subjects.function import BlackBox
@@ -33,6 +30,9 @@ from headwise.diagnosis.subjects.run import (
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.diagnosis.subjects.transformers import TransformersSubject
 from headwise.errors import OptionError
+from headwise.identify._verify import verify_opened
+from headwise.identify.detection import GivenWeights, open_weights
+from headwise.identify.results import Diagnosis
 from headwise.layers.attention import Attention
 from headwise.layouts.modules import NamedModule
 from headwise.support.progress import Progress

@@ -12,9 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.comparison import SEED, FunctionComparison, format_noun_with_numbers
 from headwise.diagnosis.probes import NamedInputs
-from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall, visible_keys
 from headwise.diagnosis.subjects.function import BlackBox
@@ -22,6 +20,8 @@ from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.errors import OptionError, ShapeError
 from headwise.function.rounding import Roundoff, input_share
 from headwise.function.stages import repeat_kv_heads
+from headwise.identify.comparison import SEED, FunctionComparison, format_noun_with_numbers
+from headwise.identify.results import Diagnosis, Verdict
 
 STEP = 0.15  # of the input, by which scores become a quarter smaller
 IN_FLOAT64_ALONE = (

@@ -13,12 +13,10 @@ from functools import cached_property
 
 import torch
 
-from headwise.diagnosis import catalogue, functions, models, probes, search, unseen, watch, ways
+from headwise.diagnosis import functions, models, probes, search, unseen, watch, ways
 from headwise.diagnosis.causes import dropout
 from headwise.diagnosis.causes.evidence import Evidence
-from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.probes import NamedInputs
-from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import (
     AttentionModel,
@@ -34,6 +32,9 @@ from headwise.diagnosis.subjects.parts import holds_modules
 from headwise.diagnosis.subjects.subject import ModuleSubject, Subject
 from headwise.errors import OptionError
 from headwise.function.rounding import coarsest, is_coarser
+from headwise.identify import catalogue
+from headwise.identify.comparison import SEED
+from headwise.identify.results import Diagnosis, Verdict
 
 RECORD_PARTS = (
     "next, record q, k and v too: compare(port, layer, parts={'q': port.q_proj, 'k': port.k_proj, "

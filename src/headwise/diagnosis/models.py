@@ -15,18 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue, probes, search, unseen
-from headwise.diagnosis.comparison import (
-    SEED,
-    FunctionComparison,
-    GradientGap,
-    LayerComparison,
-    ModelComparison,
-    PartedStage,
-)
+from headwise.diagnosis import probes, search, unseen
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.patterns import list_visible_keys
-from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import (
     AttentionModel,
@@ -39,6 +30,16 @@ from headwise.diagnosis.subjects.subject import Subject, describe_dropout_differ
 from headwise.errors import OptionError, ShapeError
 from headwise.function.rounding import BACKWARD, exceeds_rounding
 from headwise.function.stages import STAGES
+from headwise.identify import catalogue
+from headwise.identify.comparison import (
+    SEED,
+    FunctionComparison,
+    GradientGap,
+    LayerComparison,
+    ModelComparison,
+    PartedStage,
+)
+from headwise.identify.results import Diagnosis, Verdict
 
 Outputs = Mapping[str, Tensor]  # of a model, by name
 

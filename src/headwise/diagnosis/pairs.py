@@ -17,8 +17,7 @@ from itertools import combinations, product
 
 from torch import Tensor
 
-from headwise.diagnosis import catalogue, watch
-from headwise.diagnosis.catalogue import Cause
+from headwise.diagnosis import watch
 from headwise.diagnosis.causes.evidence import Evidence, Variant
 from headwise.diagnosis.fit import compute_residuals, fit_numbers, heads_by_stage
 from headwise.diagnosis.simulation import gaps
@@ -33,6 +32,8 @@ from headwise.diagnosis.trials import (
     is_cell_explained,
     recorded_stages_of,
 )
+from headwise.identify import catalogue
+from headwise.identify.catalogue import Cause
 
 MOST_FIRSTS = 6  # that explain the smallest call
 MOST_OF_A_FIRST = 2

@@ -7,8 +7,8 @@ from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
-from headwise.diagnosis.comparison import format_noun_with_numbers
 from headwise.diagnosis.simulation.model import RecordedCall
+from headwise.identify.comparison import format_noun_with_numbers
 
 
 def describe_positions(parted: AbstractSet[int], every: AbstractSet[int]) -> str:

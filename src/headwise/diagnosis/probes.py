@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall, visible_keys
 from headwise.diagnosis.subjects.function import SLOW, BlackBox
 from headwise.diagnosis.subjects.recording import Recording
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import MaskError, OptionError, ShapeError
+from headwise.identify.comparison import SEED
 
 BATCH = 2
 QUERIES, KEYS, LONG, FEW = 11, 7, 40, 3  # tokens; KEYS of cross attention

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis import watch
-from headwise.diagnosis.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, Cause
 from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence
-from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.pairs import find_best_pair
 from headwise.diagnosis.patterns import describe_calls, describe_matrix, describe_positions
 from headwise.diagnosis.repairs.lines import ON_WEIGHTS, Code, Repair, write_repair, write_weights
-from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.diagnosis.trials import NamedCause, find_best_single_cause
 from headwise.function.rounding import is_coarser
 from headwise.function.stages import STAGES
+from headwise.identify.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, Cause
+from headwise.identify.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
+from headwise.identify.results import Verdict
 
 MOST_CAUSES = 4
 

@@ -9,8 +9,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from headwise.diagnosis import catalogue, watch
-from headwise.diagnosis.catalogue import REPORTED, Cause
+from headwise.diagnosis import watch
 from headwise.diagnosis.causes import (
     axes,
     decoding,
@@ -33,6 +32,8 @@ from headwise.diagnosis.fit import fit_numbers
 from headwise.diagnosis.simulation import gaps, merging
 from headwise.diagnosis.simulation.gaps import WHOLE, Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
+from headwise.identify import catalogue
+from headwise.identify.catalogue import REPORTED, Cause
 
 MODULES = (
     weights,

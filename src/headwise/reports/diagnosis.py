@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
 
-from headwise.diagnosis.catalogue import Page
-from headwise.diagnosis.comparison import (
+from headwise.function.stages import STAGES
+from headwise.identify.catalogue import Page
+from headwise.identify.comparison import (
     FunctionComparison,
     LayerComparison,
     ModelComparison,
     StageGaps,
 )
-from headwise.diagnosis.results import Diagnosis, Verdict
-from headwise.function.stages import STAGES
+from headwise.identify.results import Diagnosis, Verdict
 from headwise.reports import images
 from headwise.reports.images import RGB, viridis_colour
 from headwise.reports.report import library_versions

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.diagnosis._compare import compare
-from headwise.diagnosis.results import Verdict
 from headwise.function import rounding, stages
 from headwise.function.budget import Budget
 from headwise.function.rounding import Roundoff
+from headwise.identify.results import Verdict
 from headwise.masks.mask import Mask
 from headwise.study.implementations import SharedWeights
 from headwise.support.tracing import one_thread

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.abc import MetaPathFinder
+from types import MappingProxyType
 from typing import Any, Literal
 
 from headwise.errors import MissingExtraError, join_error_lines
@@ -19,18 +20,24 @@ OLD_LAYERS = frozenset(("headwise.layer", "headwise.drop_in", "headwise.layers.n
 
 
 def export_lazily(
-    room: str, names: Mapping[str, str]
+    room: str, names: Mapping[str, str], moved: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package: module -> its public names.
 
-    Type checkers and the reference read these below ``if TYPE_CHECKING``; a test compares the two.
+    Names that ``moved`` to another room are found there for one version, with a warning. Type
+    checkers and the reference read the others below ``if TYPE_CHECKING``; a test compares the two.
     """
     homes = {name: module for module, words in names.items() for name in words.split()}
 
     def load(name: str) -> Any:
+        if name in moved:
+            words = f"{room}.{name} is {moved[name]}.{name} now; the old name goes in headwise 0.4"
+            warnings.warn(words, DeprecationWarning, stacklevel=2)
+            return getattr(import_module(moved[name]), name)
         if name not in homes:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{room}.{homes[name]}"), name)
+        home = homes[name]
+        value = getattr(import_module(home if "headwise." in home else f"{room}.{home}"), name)
         setattr(sys.modules[room], name, value)  # later accesses skip this function
         return value
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import CAUSES
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.search import CauseSearchResult, search_causes
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Inputs, RecordedCall
 from headwise.function.spec import AttentionSpec, RotaryRule
+from headwise.identify.catalogue import CAUSES
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WIDTH = 4, 2, 10, 6, 26
 TOKENS, BATCH = 18, 3

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise import Attention, compare
-from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
+from headwise.identify.results import Verdict
 from tests.quick import others_slow
 
 WIDTH, HEADS = 40, 5

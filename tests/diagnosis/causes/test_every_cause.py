@@ -11,7 +11,9 @@ import pytest
 import headwise
 from benchmarks.compare.suites import SUITES, Case
 from benchmarks.faults.injectors import INJECTORS
-from headwise.diagnosis.catalogue import (
+from headwise.diagnosis.causes.evidence import Variants
+from headwise.diagnosis.trials import MODULES, SEARCHES
+from headwise.identify.catalogue import (
     ANOTHER_ROLE,
     CAUSES,
     FACTOR,
@@ -31,12 +33,10 @@ from headwise.diagnosis.catalogue import (
     Cause,
     Page,
 )
-from headwise.diagnosis.causes.evidence import Variants
-from headwise.diagnosis.moves.families import make_row_map_catalogue
-from headwise.diagnosis.moves.maps import RowSizes
-from headwise.diagnosis.moves.search import list_matrix_maps
-from headwise.diagnosis.trials import MODULES, SEARCHES
-from tests.diagnosis.moves.projections import projections
+from headwise.identify.moves.families import make_row_map_catalogue
+from headwise.identify.moves.maps import RowSizes
+from headwise.identify.moves.search import list_matrix_maps
+from tests.identify.moves.projections import projections
 from tests.quick import others_slow
 
 NAMES = [cause.name for cause in CAUSES]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import headwise
 from headwise import Attention
-from headwise.diagnosis.results import Diagnosis, Verdict
+from headwise.identify.results import Diagnosis, Verdict
 from headwise.surgery import Cut, LayerCut, ModelHeads, cut_layer, cut_model, regroup
 from headwise.surgery.maps import How
 from tests.diagnosis.among import compare_among

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import MASK_ALONG_QUERIES
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant
 from headwise.diagnosis.outputs.values import read_values, read_values_by_head
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Inputs, RecordedCall
 from headwise.diagnosis.trials import SEARCHES
 from headwise.function.rotary import rotate_by_rule
 from headwise.function.spec import AlibiRule, NormRule, Softcap
+from headwise.identify.catalogue import MASK_ALONG_QUERIES
 from tests.diagnosis.causes.faulty_models import (
     BATCH,
     HEAD_DIM,

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Rotary
-from headwise.diagnosis.catalogue import CAUSES
 from headwise.diagnosis.layers import Comparison
 from headwise.diagnosis.probes import make_probes
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.layers import NativeSubject
+from headwise.identify.catalogue import CAUSES
 from tests.diagnosis.causes.faulty_models import WIDTH, inputs_of, model_of, recorded, searched
 from tests.quick import others_slow
 

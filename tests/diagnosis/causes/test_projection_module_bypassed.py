@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, compare
-from headwise.diagnosis.results import Verdict
+from headwise.identify.results import Verdict
 from tests.quick import others_slow
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import ANOTHER_COLUMN_CUT_OFF, GATE_WITHOUT_SIGMOID
 from headwise.diagnosis.causes.evidence import Evidence, Variant
 from headwise.diagnosis.simulation.merging import merge_models
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.trials import SEARCHES
 from headwise.function.spec import AlibiRule
+from headwise.identify.catalogue import ANOTHER_COLUMN_CUT_OFF, GATE_WITHOUT_SIGMOID
 from tests.diagnosis.causes.faulty_models import (
     HEADS,
     KV_HEADS,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, compare
-from headwise.diagnosis.moves.move import Move
 from headwise.diagnosis.outputs import scores
 from headwise.diagnosis.outputs.names import FEWEST, find_output_moves
 from headwise.diagnosis.outputs.runs import Runs, agrees
 from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.identify.moves.move import Move
 from tests.diagnosis.outputs import plain
 from tests.diagnosis.outputs.plain import State
 from tests.quick import others_slow

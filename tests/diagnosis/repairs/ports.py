@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headwise import Attention, Rotary
-from headwise.diagnosis.comparison import FoundCause
+from headwise.identify.comparison import FoundCause
 from tests.diagnosis.repairs.code import define, name_weights
 
 WIDTH, HEADS, HEAD_DIM = 40, 6, 8

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.catalogue import CAUSES, PROJECTED, Cause
 from headwise.diagnosis.repairs.lines import (
     ANGLES,
     BIAS,
@@ -31,6 +30,7 @@ from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.function import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from headwise.identify.catalogue import CAUSES, PROJECTED, Cause
 from headwise.layers import Alibi, QKNorm, T5Bias
 from tests.diagnosis.repairs.code import define, name_weights
 from tests.quick import others_slow

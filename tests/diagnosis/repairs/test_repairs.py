@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headwise import Rotary, compare
-from headwise.diagnosis.catalogue import CAUSES
 from headwise.diagnosis.repairs.lines import WORDS_ALONE
 from headwise.function import LinearScaling, Llama3Scaling, YarnScaling
+from headwise.identify.catalogue import CAUSES
 from headwise.layers import Alibi
 from tests.diagnosis.among import compare_among
 from tests.diagnosis.repairs.further import BUCKETS, FURTHER, NORMED, RMS, T5

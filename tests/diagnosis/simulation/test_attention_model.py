@@ -10,12 +10,12 @@ from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import decoding_probe, default_probe, padded_probe
 from benchmarks.faults.geometries import GEOMETRIES, layer_of
 from benchmarks.faults.geometry import Geometry
-from headwise.diagnosis.catalogue import CAUSES
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.search import search_causes
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.function.scaling import YarnScaling
 from headwise.function.stages import STAGES
+from headwise.identify.catalogue import CAUSES
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import KV_HEADS_TILED, ROTATED, SCORES
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.causes.masks import change_mask, fill_empty_rows
 from headwise.diagnosis.simulation.gaps import list_misshapen_stages
@@ -21,6 +20,7 @@ from headwise.diagnosis.simulation.model import (
 from headwise.function.distance import slopes_of
 from headwise.function.rotary import count_channels
 from headwise.function.stages import BEFORE
+from headwise.identify.catalogue import KV_HEADS_TILED, ROTATED, SCORES
 from headwise.layers.distance import alibi_slopes
 
 

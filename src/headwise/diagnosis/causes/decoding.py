@@ -11,7 +11,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import PLACED, ROTATED, SCORES
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.causes.masks import (
     MOST_KEYS,
@@ -22,6 +21,7 @@ from headwise.diagnosis.causes.masks import (
     ignore_mask,
 )
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
+from headwise.identify.catalogue import PLACED, ROTATED, SCORES
 
 
 def change_later_calls(

@@ -7,9 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import SCORES
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
-from headwise.diagnosis.moves.move import format_dtype
 from headwise.diagnosis.simulation.model import (
     ForcedStage,
     RecordedCall,
@@ -18,6 +16,8 @@ from headwise.diagnosis.simulation.model import (
 )
 from headwise.function.distance import slopes_of
 from headwise.function.stages import BEFORE
+from headwise.identify.catalogue import SCORES
+from headwise.identify.moves.move import format_dtype
 
 # What is rounded, in words -> the stages before each stage that reads rounded ones.
 ROUNDED: dict[str, dict[str, tuple[str, ...]]] = {

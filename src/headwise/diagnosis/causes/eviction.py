@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import SCORES
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.simulation.model import ForcedStage, RecordedCall
 from headwise.function.stages import repeat_kv_heads
+from headwise.identify.catalogue import SCORES
 
 FIRST = (0, 1, 2, 4)  # keys at the start that a cache may keep as attention sinks
 

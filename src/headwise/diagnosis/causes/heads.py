@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import NORMED
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.causes.parts import contributions, solve_heads
 from headwise.diagnosis.simulation import gaps
@@ -14,6 +13,7 @@ from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.distance import slopes_of
 from headwise.function.spec import AlibiRule
 from headwise.function.weights import AXES, State, take_heads
+from headwise.identify.catalogue import NORMED
 
 BY_HEAD = ("scores", "weights", "head outputs")  # stages of as many heads as there are queries'
 

@@ -9,7 +9,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import SCORES
 from headwise.diagnosis.causes.eviction import Eviction, hide_evicted_keys
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
 from headwise.diagnosis.outputs.runs import Runs
@@ -23,6 +22,7 @@ from headwise.diagnosis.simulation.model import (
 )
 from headwise.errors import OptionError
 from headwise.function.distance import slopes_of
+from headwise.identify.catalogue import SCORES
 
 MOST_SHIFTS = 12
 MOST_KEPT = 1 << 30  # keys of a cache that drops none

@@ -15,12 +15,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
 from headwise.diagnosis.simulation import gaps, merging
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.stages import repeat_kv_heads
+from headwise.identify import catalogue
+from headwise.identify.catalogue import Cause
 
 IN_ROLES = {*catalogue.NORMED}
 IN_HEADS = {*catalogue.NORMED, "scores", "weights", "head outputs"}

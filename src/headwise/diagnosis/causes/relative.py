@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import SCORES
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, key_query_distances
 from headwise.function.distance import bucket_of_distances, count_unshared_distances
 from headwise.function.spec import BucketRule
+from headwise.identify.catalogue import SCORES
 
 # From which distance on all share the last bucket, numbers that people choose first.
 MAX_DISTANCES = (*(2**n for n in range(12)), *range(1, 400))

@@ -8,10 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import POSSIBLE, ROTATED, STATED
 from headwise.diagnosis.causes.decoding import read_other_cache
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant, Variants
-from headwise.diagnosis.moves.move import format_dtype
 from headwise.diagnosis.simulation.gaps import WHOLE, all_heads_agree_within_rounding
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.function.rotary import (
@@ -23,6 +21,8 @@ from headwise.function.rotary import (
 )
 from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling
 from headwise.function.spec import Pairing, RotaryRule
+from headwise.identify.catalogue import POSSIBLE, ROTATED, STATED
+from headwise.identify.moves.move import format_dtype
 
 
 def _of_rotation(search: Callable[[Evidence, RotaryRule], Variants]) -> Search:

@@ -12,16 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import SCORES, WEIGHTS
 from headwise.diagnosis.causes.decoding import change_later_calls
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
 from headwise.diagnosis.causes.parts import fit_by_head
-from headwise.diagnosis.moves.move import find_factor_formula, format_dtype, list_formulas
 from headwise.diagnosis.outputs.solving import solve, with_constant
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, scale_products
 from headwise.errors import OptionError
 from headwise.function.distance import slopes_of
 from headwise.function.spec import Softcap
+from headwise.identify.catalogue import SCORES, WEIGHTS
+from headwise.identify.moves.move import find_factor_formula, format_dtype, list_formulas
 from headwise.layers.distance import alibi_slopes
 
 STEPS = (1, 2, 4, 8)  # positions after which a temperature grows

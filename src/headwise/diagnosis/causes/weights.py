@@ -1,6 +1,6 @@
 """Causes in the weights of projections: exchanged, rounded, not loaded, not merged or not used.
 
-Most mistakes in weights are moves (`headwise.diagnosis.moves`), and have no function here.
+Most mistakes in weights are moves (`headwise.identify.moves`), and have no function here.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,15 +9,15 @@ from itertools import permutations, product
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence, Variant, Variants, flatten_tokens
-from headwise.diagnosis.moves import find
-from headwise.diagnosis.moves.maps import MapName, join_rows, list_roles
-from headwise.diagnosis.moves.move import ROUNDED, cast_and_back, format_dtype
 from headwise.diagnosis.simulation import gaps, merging
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.function.weights import State
+from headwise.identify import catalogue
+from headwise.identify.catalogue import Cause
+from headwise.identify.moves import find
+from headwise.identify.moves.maps import MapName, join_rows, list_roles
+from headwise.identify.moves.move import ROUNDED, cast_and_back, format_dtype
 
 
 def _q_and_k_exchanged(evidence: Evidence) -> Variants:

@@ -14,11 +14,18 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis import watch
-from headwise.diagnosis.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO, SIGN, Cause
-from headwise.diagnosis.comparison import format_noun_with_numbers
-from headwise.diagnosis.moves import families, find
-from headwise.diagnosis.moves import search as moves_search
-from headwise.diagnosis.moves.maps import (
+from headwise.diagnosis.outputs import scores, values
+from headwise.diagnosis.outputs.runs import Runs, agree_on_few, agrees, predict_each
+from headwise.diagnosis.outputs.solving import Read
+from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
+from headwise.errors import OptionError
+from headwise.function.spec import ABSENT
+from headwise.function.weights import KINDS, State, bias_of
+from headwise.identify.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO, SIGN, Cause
+from headwise.identify.comparison import format_noun_with_numbers
+from headwise.identify.moves import families, find
+from headwise.identify.moves import search as moves_search
+from headwise.identify.moves.maps import (
     BIASES,
     BOTH,
     TENSORS,
@@ -30,7 +37,7 @@ from headwise.diagnosis.moves.maps import (
     count_columns,
     view_kind,
 )
-from headwise.diagnosis.moves.move import (
+from headwise.identify.moves.move import (
     ROUNDED,
     Dropped,
     Edited,
@@ -40,13 +47,6 @@ from headwise.diagnosis.moves.move import (
     name_rounding,
     name_zeros,
 )
-from headwise.diagnosis.outputs import scores, values
-from headwise.diagnosis.outputs.runs import Runs, agree_on_few, agrees, predict_each
-from headwise.diagnosis.outputs.solving import Read
-from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
-from headwise.errors import OptionError
-from headwise.function.spec import ABSENT
-from headwise.function.weights import KINDS, State, bias_of
 
 OTHERS = KINDS[1:-1]  # without the output bias, which is read
 UNREAD = {"g", *(tensor for kind in OTHERS for tensor in kind.values())}

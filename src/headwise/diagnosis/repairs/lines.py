@@ -22,9 +22,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.moves.move import find_factor_formula
 from headwise.diagnosis.repairs.rows import (
     write_form,
     write_number,
@@ -35,6 +32,9 @@ from headwise.diagnosis.trials import NamedCause
 from headwise.function.distance import count_unshared_distances, slopes_of
 from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 from headwise.function.spec import AttentionSpec, BucketRule, NormRule, RotaryRule
+from headwise.identify import catalogue
+from headwise.identify.catalogue import Cause
+from headwise.identify.moves.move import find_factor_formula
 
 Lines = Iterator[str]
 

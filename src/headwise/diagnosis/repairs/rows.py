@@ -15,9 +15,9 @@ from itertools import pairwise, permutations
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.maps import TENSORS, join_rows, list_roles
-from headwise.diagnosis.moves.move import find_factor_formula
 from headwise.function.weights import State
+from headwise.identify.moves.maps import TENSORS, join_rows, list_roles
+from headwise.identify.moves.move import find_factor_formula
 
 MOST_RUNS = 12  # of an index that a line lists
 CLOSE = 1e-9  # of a factor

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.outputs.runs import CLOSE, Runs
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.aligned import Reading, read_inputs, read_known_call
@@ -27,6 +26,7 @@ from headwise.diagnosis.subjects.tape import record_tape
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.rounding import Roundoff, coarsest, default_tolerance
 from headwise.function.spec import Sides
+from headwise.identify.comparison import SEED
 from headwise.layers.hooks import ModuleRun, record_modules
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention

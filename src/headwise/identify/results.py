@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from headwise.diagnosis.comparison import FunctionComparison, ModelComparison
+from headwise.identify.comparison import FunctionComparison, ModelComparison
 from headwise.layouts._layout import Layout
 from headwise.support.lazy import Displayed
 from headwise.support.text import list_some

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headwise.diagnosis.moves.find import find_moves
-from headwise.diagnosis.moves.maps import join_rows
-from headwise.diagnosis.moves.move import apply_moves
 from headwise.errors import ShapeError
 from headwise.function.weights import State
-from tests.diagnosis.moves.projections import (
+from headwise.identify.moves.find import find_moves
+from headwise.identify.moves.maps import join_rows
+from headwise.identify.moves.move import apply_moves
+from tests.identify.moves.projections import (
     GEOMETRIES,
     assert_same_rows,
     by_channel,

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import headwise
-from headwise.diagnosis.candidates import CandidateLayout, query_and_kv_head_counts
-from headwise.diagnosis.detection import (
+from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
+from headwise.function.weights import State
+from headwise.identify.candidates import CandidateLayout, query_and_kv_head_counts
+from headwise.identify.detection import (
     Detection,
     detect_by_names_and_shapes,
     narrow_by_reference_values,
 )
-from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
-from headwise.function.weights import State
 from headwise.layouts._layout import Layout
 from headwise.layouts.equality import list_differing_tensors
 from headwise.layouts.registry import layout, layouts_by_name

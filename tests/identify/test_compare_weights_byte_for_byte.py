@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.diagnosis.results import TensorComparison
-from headwise.diagnosis.tensors import compare_tensors as verify
 from headwise.errors import OptionError
 from headwise.function.spec import AttentionSpec, ScaleRule
 from headwise.function.weights import State
+from headwise.identify.results import TensorComparison
+from headwise.identify.tensors import compare_tensors as verify
 from headwise.layouts.plan import convert
 from headwise.layouts.registry import layout
 from tests.layouts.examples import example

@@ -14,13 +14,13 @@ from typing import Any
 
 from headwise.checkpoints.config import Config
 from headwise.checkpoints.description import COUNTS
-from headwise.diagnosis import detection as detecting
-from headwise.diagnosis import results, tensors
-from headwise.diagnosis.candidates import CandidateLayout, query_and_kv_head_counts
-from headwise.diagnosis.detection import Detection, Given, GivenWeights, open_weights
-from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.errors import OptionError
 from headwise.function.weights import AXES
+from headwise.identify import detection as detecting
+from headwise.identify import results, tensors
+from headwise.identify.candidates import CandidateLayout, query_and_kv_head_counts
+from headwise.identify.detection import Detection, Given, GivenWeights, open_weights
+from headwise.identify.results import Diagnosis, Verdict
 from headwise.layouts import equality, modules, registry
 from headwise.layouts._layout import Layout
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments

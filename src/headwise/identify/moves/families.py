@@ -8,9 +8,9 @@ from itertools import chain, permutations, product
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.moves import maps
-from headwise.diagnosis.moves.maps import ROLES, TENSORS, Draft, MapName, RowMap, RowSizes
+from headwise.identify import catalogue
+from headwise.identify.moves import maps
+from headwise.identify.moves.maps import ROLES, TENSORS, Draft, MapName, RowMap, RowSizes
 from headwise.layouts.pattern import GROUPED, Splits, to_half_split, to_interleaved
 
 USUAL = ("q", "k", "v")

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from headwise.checkpoints.attention import attention_from_state
 from headwise.checkpoints.config import Config, layout_in_layer, resolve, window_sides
-from headwise.diagnosis import results
-from headwise.diagnosis.catalogue import cause_of_layer_shifts
-from headwise.diagnosis.moves.find import find_state_moves
-from headwise.diagnosis.moves.move import MoveReport
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.function import rounding
 from headwise.function.spec import ABSENT, Softcap
 from headwise.function.weights import BIASES, State
+from headwise.identify import results
+from headwise.identify.catalogue import cause_of_layer_shifts
+from headwise.identify.moves.find import find_state_moves
+from headwise.identify.moves.move import MoveReport
 from headwise.layers.attention import Attention
 from headwise.layouts import equality, plan
 from headwise.layouts._layout import Layout

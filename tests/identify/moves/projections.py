@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.maps import join_rows
-from headwise.diagnosis.moves.move import MoveReport
 from headwise.function.weights import State
+from headwise.identify.moves.maps import join_rows
+from headwise.identify.moves.move import MoveReport
 
 GEOMETRIES = {  # embed_dim, heads, kv_heads, head_dim
     "mha": (96, 6, 6, 16),

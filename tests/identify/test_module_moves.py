@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headwise import convert, verify
-from headwise.diagnosis.catalogue import MATRIX_TRANSPOSED
+from headwise.identify.catalogue import MATRIX_TRANSPOSED
 
 HEADS, HEAD_DIM, LAYERS = 4, 6, 3
 WIDTH = HEADS * HEAD_DIM

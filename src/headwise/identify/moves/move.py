@@ -12,10 +12,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED, Cause
-from headwise.diagnosis.comparison import format_noun_with_numbers
-from headwise.diagnosis.moves.maps import (
+from headwise.function.weights import State, bias_of
+from headwise.identify import catalogue
+from headwise.identify.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED, Cause
+from headwise.identify.comparison import format_noun_with_numbers
+from headwise.identify.moves.maps import (
     BOTH,
     TENSORS,
     WEIGHTS,
@@ -26,8 +27,7 @@ from headwise.diagnosis.moves.maps import (
     take_rows,
     view_kind,
 )
-from headwise.diagnosis.moves.search import read_bits
-from headwise.function.weights import State, bias_of
+from headwise.identify.moves.search import read_bits
 
 Edit = Callable[[Tensor], Tensor]  # of rows (heads, channels, columns)
 

@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 from headwise.checkpoints.config import layout_name, read_stated_counts
-from headwise.diagnosis.detection import Detection, detect_by_names_and_shapes, narrow_by_running
 from headwise.errors import OptionError
+from headwise.identify.detection import Detection, detect_by_names_and_shapes, narrow_by_running
 from tests.quick import others_slow
 
 SMALL = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

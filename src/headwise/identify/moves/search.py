@@ -14,9 +14,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import FUSED_ROW_CUT, HEADS_PERMUTED, SHARD_ORDER
-from headwise.diagnosis.moves.families import RowMapCatalogue
-from headwise.diagnosis.moves.maps import (
+from headwise.function.weights import State
+from headwise.identify.catalogue import FUSED_ROW_CUT, HEADS_PERMUTED, SHARD_ORDER
+from headwise.identify.moves.families import RowMapCatalogue
+from headwise.identify.moves.maps import (
     MapName,
     MatrixMap,
     RowMap,
@@ -25,7 +26,6 @@ from headwise.diagnosis.moves.maps import (
     list_roles,
     list_square_roles,
 )
-from headwise.function.weights import State
 from headwise.support.tensors import view_as_bits
 
 _BLOCK = 1 << 20  # entries that are widened to int64 at a time

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checkpoints.config import layout_in_layer, resolve, rotary_section_of_layer
-from headwise.diagnosis.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.function.budget import Budget
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec
 from headwise.function.stages import repeat_kv_heads, scaled_products, split_heads
+from headwise.identify.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
 from headwise.layers.attention import Attention
 from headwise.layers.conversion import options_of_spec
 from headwise.layouts._layout import Layout

@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import BIAS_MISSING, FACTOR, INITIAL_WEIGHTS, ROWS_ZERO, SIGN
-from headwise.diagnosis.comparison import format_noun_with_numbers
-from headwise.diagnosis.moves import families, search
-from headwise.diagnosis.moves import move as changes
-from headwise.diagnosis.moves.maps import (
+from headwise.errors import ShapeError
+from headwise.function.rounding import default_tolerance
+from headwise.function.weights import KINDS, State, bias_of
+from headwise.identify.catalogue import BIAS_MISSING, FACTOR, INITIAL_WEIGHTS, ROWS_ZERO, SIGN
+from headwise.identify.comparison import format_noun_with_numbers
+from headwise.identify.moves import families, search
+from headwise.identify.moves import move as changes
+from headwise.identify.moves.maps import (
     BIASES,
     ROLES,
     TENSORS,
@@ -34,10 +37,7 @@ from headwise.diagnosis.moves.maps import (
     list_roles,
     view_kind,
 )
-from headwise.diagnosis.moves.move import Dropped, Edited, Move, MoveReport, name_in_kind
-from headwise.errors import ShapeError
-from headwise.function.rounding import default_tolerance
-from headwise.function.weights import KINDS, State, bias_of
+from headwise.identify.moves.move import Dropped, Edited, Move, MoveReport, name_in_kind
 
 NONE = MoveReport(())
 MOST_LISTED = 8  # other sequences of moves that are kept

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.catalogue import Cause
 from headwise.errors import ShapeError
 from headwise.function.weights import AXES, KINDS, State, bias_of
+from headwise.identify import catalogue
+from headwise.identify.catalogue import Cause
 from headwise.layouts.pattern import GROUPED, Splits, pack_tensors, parse_pattern, unpack_tensor
 
 TENSORS = KINDS[0]

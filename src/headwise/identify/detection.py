@@ -21,11 +21,11 @@ from headwise.checkpoints import config as configs
 from headwise.checkpoints import description as descriptions
 from headwise.checkpoints.config import Config
 from headwise.checkpoints.source import CheckpointSource
-from headwise.diagnosis import candidates as grouping
-from headwise.diagnosis.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
-from headwise.diagnosis.results import shorten_lines
 from headwise.errors import CheckpointError, OptionError, UndecidedError
 from headwise.function.weights import State
+from headwise.identify import candidates as grouping
+from headwise.identify.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
+from headwise.identify.results import shorten_lines
 from headwise.layouts._layout import Layout
 from headwise.layouts.equality import describe_difference
 from headwise.layouts.pattern import Sizes
@@ -563,7 +563,7 @@ def read_canonical_state(
 
 def narrow_by_running(detection: Detection, state: Mapping[str, Tensor], *run: Any) -> Detection:
     """Return the detection with the candidates that compute the same: see `compare_by_running`."""
-    from headwise.diagnosis.running import compare_by_running
+    from headwise.identify.running import compare_by_running
 
     candidates = (*detection.candidates, *detection.misplaced)
     groups, refuted = compare_by_running(candidates, state, *run)
@@ -628,7 +628,7 @@ def _detect_by_running(
             do="save the model with save_pretrained, and give that folder",
         )
     from headwise.checkpoints.transformers import load
-    from headwise.diagnosis.running import USE_REFERENCE
+    from headwise.identify.running import USE_REFERENCE
     from headwise.scanning.inputs import explain_failure_on_token_ids
 
     stored = load(Path(against))

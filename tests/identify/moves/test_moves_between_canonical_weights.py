@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.find import find_state_moves
-from headwise.diagnosis.moves.move import apply_moves
 from headwise.function.weights import State
-from tests.diagnosis.moves.projections import GEOMETRIES, halves, projections
+from headwise.identify.moves.find import find_state_moves
+from headwise.identify.moves.move import apply_moves
+from tests.identify.moves.projections import GEOMETRIES, halves, projections
 
 FRESH = "weights at their initial values"
 

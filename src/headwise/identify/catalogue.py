@@ -2,7 +2,7 @@
 
 The prose about a cause is its page, ``causes/pages/NAME.md``. The function that looks for it is in
 the module of ``causes`` for its stages; most causes of moved weights have none, since the moves
-(`headwise.diagnosis.moves`) that were found name their cause.
+(`headwise.identify.moves`) that were found name their cause.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGES = Path(__file__).with_name("causes") / "pages"
+PAGES = Path(__file__).parents[1] / "diagnosis" / "causes" / "pages"
 
 
 # How a cause is known; of those that explain the same, lower ones are listed first.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
-from headwise.diagnosis.catalogue import Cause, cause_of_layer_shifts
+from headwise.identify.catalogue import Cause, cause_of_layer_shifts
 from headwise.support.text import list_some
 
 SEED = 0  # of random inputs
