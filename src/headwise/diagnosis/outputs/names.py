@@ -401,10 +401,14 @@ def _parted_heads(ours: Tensor, right: Tensor, tolerance: float) -> tuple[int, .
 def _snap(x: Tensor, right: Tensor, tolerance: float) -> Tensor:
     """Return weights with the right numbers, or rows of 0, where noise is all that is apart.
 
-    Where the right ones are stored in float32, so are all.
+    Where the right ones are stored in float32, so are all. A bias may have them in other places.
     """
     x = x.float().double() if torch.equal(right.float().double(), right) else x
     limit = tolerance * right.square().mean().sqrt()
+    if x.dim() == 1:
+        order, ranked = x.argsort(), right.sort().values
+        if bool(((x[order] - ranked).abs() <= limit).all()):
+            return x.index_copy(0, order, ranked)
     rows = x.abs() if x.dim() < 3 else x.abs().amax(-1, keepdim=True)
     x = torch.where(rows <= limit, torch.zeros_like(x), x)
     return torch.where((x - right).abs() <= limit, right, x)
