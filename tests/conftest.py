@@ -1,7 +1,5 @@
 """What every test starts from: one torch thread, fixed seeds, repeatable hypothesis."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

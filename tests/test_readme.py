@@ -7,8 +7,6 @@ and does not run here: the tests of sharding run such calls. A shell block with 
 well: it holds commands of headwise. Of the others, each command must exist.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import doctest

@@ -1,7 +1,5 @@
 """The runner of the fault bench: one case of each suite; what the benchmarks print."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """No field of a config changes the attention of a class without being read, or refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

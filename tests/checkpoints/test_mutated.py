@@ -4,8 +4,6 @@ What they say is what the safetensors library reads in them. A mutation may make
 whose name or whose numbers are others: then its conversion is that of these.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

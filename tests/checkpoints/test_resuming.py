@@ -1,7 +1,5 @@
 """A run that is killed at any moment goes on with the first unfinished file, to the same bytes."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

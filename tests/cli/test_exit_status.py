@@ -1,7 +1,5 @@
 """The exit statuses are the same for every command: 0 yes, 1 no, 2 wrong use, 3 undecided."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """``headwise prune``: plan, folder, page, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``headwise regroup``: plan, folder, page, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``headwise scan``: what it prints and writes, and what it refuses before it works."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

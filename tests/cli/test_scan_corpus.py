@@ -1,7 +1,5 @@
 """``headwise scan --out``: what is kept, what goes on after an interruption, what is refused."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

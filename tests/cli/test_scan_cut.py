@@ -1,7 +1,5 @@
 """``headwise scan`` of folders of cut models: heads have their original numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``headwise scan`` of folders whose tensors are not those that the model has."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

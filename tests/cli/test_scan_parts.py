@@ -1,7 +1,5 @@
 """``headwise scan`` of a corpus by parts and in several processes, also where one is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

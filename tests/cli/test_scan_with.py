@@ -1,7 +1,5 @@
 """``headwise scan A --with B``: a model that was saved twice, and texts that are compared."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Attention modules of transformers, and layers, that are called with their caches."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

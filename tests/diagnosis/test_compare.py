@@ -1,7 +1,5 @@
 """`compare`: each verdict on layers and functions whose relation is known."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`compare` on whole models of transformers and on their attention modules."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

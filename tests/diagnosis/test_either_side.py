@@ -1,7 +1,5 @@
 """Causes in either of the two: a part that one has and the other lacks, and who has it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

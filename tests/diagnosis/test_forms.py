@@ -3,8 +3,6 @@
 Each is compared, or refused with a sentence that helps.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import time

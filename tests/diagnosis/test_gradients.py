@@ -1,7 +1,5 @@
 """`compare(gradients=True)`: attentions whose outputs agree, and whose gradients may not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

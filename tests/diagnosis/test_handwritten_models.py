@@ -1,7 +1,5 @@
 """`compare` of hand-written models with those of transformers: the layer, the stage, the place."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`compare` between attention implementations of transformers, on models with the same weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Two changes of a model are computed together, whatever they are: no pair of causes fails."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable

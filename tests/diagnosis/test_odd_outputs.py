@@ -1,7 +1,5 @@
 """Functions whose outputs no attention has: each is compared, or refused with a sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Budget, compare and verify have one answer for a pair: within its allowance, or apart."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

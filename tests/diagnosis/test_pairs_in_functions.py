@@ -1,7 +1,5 @@
 """Two faults in a function of which outputs alone are known."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Parts of a hand-written module whose outputs are stages, beside its output."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

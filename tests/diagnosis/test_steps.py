@@ -1,7 +1,5 @@
 """Functions whose keys and values stay between calls, as subjects of a comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

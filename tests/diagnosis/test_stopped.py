@@ -1,7 +1,5 @@
 """Comparisons that end before everything was tried: by Ctrl-C or by a budget."""
 
-from __future__ import annotations
-
 import io
 import time
 

@@ -1,7 +1,5 @@
 """Each fault of a single canonical tensor, as `verify`, two layers and a function show it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

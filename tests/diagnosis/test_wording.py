@@ -1,7 +1,5 @@
 """What a report calls a fault: its name, its numbers, its place and what repairs it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

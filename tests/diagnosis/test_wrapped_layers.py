@@ -1,7 +1,5 @@
 """A model beside a layer, wrappers of peft, and quantised weights."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The example that scans a corpus with dask: a worker is killed, and the bytes are the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

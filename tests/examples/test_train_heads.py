@@ -1,7 +1,5 @@
 """The example that trains with heads over ranks: the loss falls, and is that of one process."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

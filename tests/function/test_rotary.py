@@ -1,7 +1,5 @@
 """Rotary position embedding: closed forms, the properties it is used for, and every way to run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

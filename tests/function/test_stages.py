@@ -1,7 +1,5 @@
 """The reference arithmetic: closed forms, then torch's own functions, then gradients."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

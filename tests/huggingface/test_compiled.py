@@ -1,7 +1,5 @@
 """Models compiled: the tests of compiled.py, and export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

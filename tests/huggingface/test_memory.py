@@ -1,7 +1,5 @@
 """At 4,096 tokens no tensor of queries x keys is made, not even one bool for each entry."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ The annotations of src are checked in this run, and a compiler cannot look throu
 tests of compiled.py run beside it, without them.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

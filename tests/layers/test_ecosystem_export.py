@@ -1,7 +1,5 @@
 """The layer exported: torch.export, and ONNX. In an interpreter that checks no annotations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

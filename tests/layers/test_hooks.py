@@ -1,7 +1,5 @@
 """Layers show what they compute, to the watcher of the running context and to nobody else."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """The output gate of a layer: closed forms, float64 by hand, caches, and the words of errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

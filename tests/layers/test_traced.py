@@ -3,8 +3,6 @@
 All run in one interpreter that checks no annotations: to start one costs as much as a case.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.apart import assert_passed_apart

@@ -1,7 +1,5 @@
 """Decoders with an output gate: the real Qwen3-Next of transformers, through every room."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The planted model does what its rules say: exactly, on every path, at any length."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

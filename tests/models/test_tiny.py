@@ -1,7 +1,5 @@
 """The small language model that ships: what its file holds, what it has learned, and its heads."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

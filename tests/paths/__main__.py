@@ -4,8 +4,6 @@ Nothing here checks the annotations of shapes, as the test run does: what is tra
 users have it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Every path: the rows of the table, in their order."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """docs/paths.md is what the paths come to today, cell by cell."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.honest import hides_a_whole_sequence

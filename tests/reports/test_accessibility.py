@@ -1,7 +1,5 @@
 """axe finds nothing; targets are large enough; colours can be told apart; paper and other modes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Comparing heads and layers in a browser: by mouse, by keyboard and by touch."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

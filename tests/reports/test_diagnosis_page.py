@@ -1,7 +1,5 @@
 """The page of a diagnosis: complete in itself, and its numbers are those of the diagnosis."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

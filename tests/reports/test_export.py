@@ -1,7 +1,5 @@
 """Figures for print and the lines of Python that draw the same, in a real browser."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

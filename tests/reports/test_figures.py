@@ -1,7 +1,5 @@
 """Figures of a scan by matplotlib: the scan's numbers, on scales from the definitions."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys

@@ -1,7 +1,5 @@
 """The viewer in Firefox: a token, a head, the map and the search, as Chromium shows them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every page without script in a real browser: nothing is fetched, nothing overflows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The screen: map, heads and text together in a window, and the text under each tab of a phone."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The link that a page opens with: the strongest one of two words, lit, with both in sight."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The viewer in a real browser: what is clicked, typed and pointed at, and what it then shows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

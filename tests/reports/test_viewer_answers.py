@@ -1,7 +1,5 @@
 """What the viewer answers about a token, against the dense weights of the attention matrix."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

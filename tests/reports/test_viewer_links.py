@@ -1,7 +1,5 @@
 """One word in all heads, in a real browser: the cells' answers against the attention matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The viewer on other screens, on paper, and with long texts; and all ways in are in sight."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path

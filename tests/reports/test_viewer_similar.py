@@ -1,7 +1,5 @@
 """The most similar heads on the page: the scan's distances, and on how many queries they are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

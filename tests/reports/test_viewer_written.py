@@ -1,7 +1,5 @@
 """The text as it was written, in the viewer: drawn, copied, searched, and its tokens chosen."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections.abc import Iterator

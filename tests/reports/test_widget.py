@@ -1,7 +1,5 @@
 """The widget of a notebook: its traits, rows from the kernel, and its script in a browser."""
 
-from __future__ import annotations
-
 import base64
 import json
 from itertools import product

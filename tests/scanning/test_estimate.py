@@ -1,7 +1,5 @@
 """The estimate of a scan: sizes by hand, memory against a run, and that more costs more."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The result of a scan: what is read from it, and how several become one."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`scan`: every way of reaching attention, what it says of it, and how it leaves the model."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The text as it was written: from tokenizers, through scans and files, to the page's data."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path

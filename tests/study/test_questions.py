@@ -3,8 +3,6 @@
 Each question's own tests, in questions/, see its verdict turn.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from functools import cache

@@ -1,7 +1,5 @@
 """Cuts of stored models: the forms that a family has, and what plain transformers loads of it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

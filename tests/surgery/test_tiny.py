@@ -1,7 +1,5 @@
 """Pruning of the model that ships, on Python that it has not seen: its induction head stays."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

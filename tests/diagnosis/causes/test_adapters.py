@@ -1,7 +1,5 @@
 """Adapters of low rank that are merged on one side alone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

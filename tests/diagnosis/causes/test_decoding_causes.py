@@ -1,7 +1,5 @@
 """Causes that show in calls with a cache alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Dropout that is left on in a function: it is read off outputs, whatever draws it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

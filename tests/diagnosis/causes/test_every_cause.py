@@ -1,7 +1,5 @@
 """Every cause, named on a case of the fault bench whose injector knows nothing of it."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

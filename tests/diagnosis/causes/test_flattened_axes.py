@@ -1,7 +1,5 @@
 """Axes that are flattened in one order and read in another, and heads that meet other kv heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers and models that lost heads, against those that they were cut from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that were never loaded, seen from fewer tokens than would decide them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

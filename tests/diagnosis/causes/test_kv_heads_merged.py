@@ -1,7 +1,5 @@
 """Layers and models whose kv heads were merged, against those that they were made from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 

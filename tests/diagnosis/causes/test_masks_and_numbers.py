@@ -1,7 +1,5 @@
 """Masks that are missing or inverted, numbers for -inf, and scales that follow the length."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

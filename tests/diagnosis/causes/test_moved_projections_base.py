@@ -1,7 +1,5 @@
 """Mistakes in the projections of a running layer, named from its recorded stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Differences that resemble a cause and are not: the cause is not named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 

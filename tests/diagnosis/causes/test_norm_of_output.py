@@ -1,7 +1,5 @@
 """Norms of the input or the output with weights of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

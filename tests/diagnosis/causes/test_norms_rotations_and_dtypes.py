@@ -1,7 +1,5 @@
 """Causes in norms, rotations and dtypes, named on a plain function with one fault."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Faults of one role, some heads or one kv head, where outputs alone are known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Projections whose modules do more than multiply by their weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A part of one head in all heads, and a gate without its sigmoid."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Causes that move the bounds of a window, the causal mask and the positions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults of weights in functions of which nothing but outputs is known, made by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace

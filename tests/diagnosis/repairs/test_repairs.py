@@ -1,7 +1,5 @@
 """Each repair that a report prints, put into the code with the fault: it is right then."""
 
-from __future__ import annotations
-
 import pytest
 
 from headwise import Rotary, compare

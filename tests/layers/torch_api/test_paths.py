@@ -1,7 +1,5 @@
 """The layer where torch transforms it: compiled, exported, traced, mapped, cast, subclassed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Everything is float64, and as near as `tests.scanning.statistics.calls.assert_is` allows.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What statistics are made of: the catalogue, custom ones, what is missing, samples, and memory."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import textwrap

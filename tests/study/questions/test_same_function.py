@@ -1,7 +1,5 @@
 """One head against eight: each fact turns when the library, or what is drawn, is otherwise."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
