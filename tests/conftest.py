@@ -48,6 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"headwise comes from {SOURCE}, not from {expected}")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What is extra is slow, too: `-m "not slow"` leaves out both."""
+    if item.get_closest_marker("extra"):
+        item.add_marker("slow")
+
+
 def pytest_collection() -> None:
     gc.disable()  # nothing of what is collected goes
 

@@ -72,7 +72,7 @@ def test_implementations_agree_without_padding(second: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "second", ["sdpa", "headwise", pytest.param("flex_attention", marks=pytest.mark.slow)]
+    "second", ["sdpa", "headwise", pytest.param("flex_attention", marks=pytest.mark.extra)]
 )
 def test_rows_of_padding_differ_from_eager(second: str) -> None:
     verdict, comparison = compared("eager", second, padding=4)
@@ -141,7 +141,7 @@ def test_nan_beside_a_number_is_an_infinite_gap() -> None:
     assert relative_difference_norm(x.nan_to_num(), x) == torch.inf
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_bench_has_a_row_for_each_pair_and_padding() -> None:
     rows = trial.tried("llama")
     assert {row["class_name"] for row in rows} == {"LlamaModel"}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, compare, convert, verify
 from headwise.errors import DTypeError, OptionError
+from tests.diagnosis.test_stopped import interrupt_at
 
 peft = pytest.importorskip("peft")
 torchao = pytest.importorskip("torchao.quantization")
@@ -37,7 +38,8 @@ def test_a_whole_model_beside_a_layer_names_its_layer() -> None:
         compare(layer, model)
     with pytest.raises(OptionError, match=r"a is a whole model, TransformerEncoder"):
         compare(model, layer)
-    compare(model.layers[0].self_attn, layer)  # what it says
+    found = compare(model.layers[0].self_attn, layer, progress=interrupt_at("trying"))
+    assert found.function is not None  # what the message says is compared
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.surgery import Cut, LayerCut, ModelHeads, cut_layer, cut_model, regroup
 from headwise.surgery.maps import How
 from tests.diagnosis.among import compare_among
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.surgery.families import FAMILIES, GROUPED, inputs_of
 
 EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 40, 12, 6, 10, 7
@@ -52,8 +52,7 @@ def expect(a: Any, b: Any, inputs: Any, parameters: dict[str, Any]) -> None:
 READ = ["llama", "bert", "gpt2", "qwen3", "gemma2", "vit", "t5", "bart"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", READ)
+@pytest.mark.parametrize("family", others_extra(READ, "t5"))
 def test_the_mean_of_neighbours_in_each_family(family: str) -> None:
     model = FAMILIES[family]()
     count = 3 if family in GROUPED else 2
@@ -61,8 +60,7 @@ def test_the_mean_of_neighbours_in_each_family(family: str) -> None:
     expect(merged(model, count), model, inputs_of(model), {"kv heads": groups})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["bert", "vit"])
+@pytest.mark.parametrize("family", others_extra(["bert", "vit"]))
 def test_the_mean_of_heads_in_another_order(family: str) -> None:
     model, order = FAMILIES[family](), (0, 3, 5, 1, 4, 2)
     parameters = {"kv heads": "0+3+5, 1+2+4", "heads in the order": order}
@@ -82,9 +80,10 @@ def test_weights_of_other_dtypes(family: str, dtype: torch.dtype) -> None:
     assert f"{NAME} explains all of it" in str(diagnosis)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [how for how in get_args(How) if how != "mean"])
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize(
+    ("family", "how"),
+    others_extra([(f, how) for f in ("llama", "bert") for how in get_args(How) if how != "mean"]),
+)
 def test_merges_by_maps_have_no_known_cause(family: str, how: How) -> None:
     model = FAMILIES[family]()
     torch.manual_seed(3)
@@ -159,8 +158,7 @@ def test_a_fitted_output_projection_is_not_explained() -> None:
     assert "nothing explains output" in str(diagnosis)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", others_extra([torch.bfloat16, torch.float32]))
 def test_means_are_rounded_to_the_dtype_of_the_weights(dtype: torch.dtype) -> None:
     """Else nothing is exact: the coarse rounding of a dtype is believed where all is explained."""
     model = FAMILIES["llama"]()
