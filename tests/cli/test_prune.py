@@ -54,6 +54,7 @@ def refused(*arguments: object) -> HeadwiseError:
     return error
 
 
+@pytest.mark.slow
 def test_plain_transformers_loads_the_smaller_model(
     folders: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:

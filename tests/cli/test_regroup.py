@@ -42,6 +42,7 @@ def run(*arguments: object) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_plain_transformers_loads_fewer_kv_heads(
     folders: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:

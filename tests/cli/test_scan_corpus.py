@@ -173,6 +173,7 @@ def test_a_byte_order_mark_is_no_token(model: Path, texts: Path) -> None:
     assert json.loads(run(model, *options)[0])["heads"] == heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stored", "heads"), others_slow([("none", "1.0"), ("all", "all")]))
 def test_the_command_for_more_single_tokens_runs(
     model: Path, texts: Path, stored: str, heads: str

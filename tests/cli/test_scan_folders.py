@@ -230,6 +230,7 @@ def test_top_keys_of_all_heads_or_of_none(tmp_path: Path) -> None:
         assert len([n for n in stored_names if "top_keys" in n and n.endswith("key")]) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "most_rows", "ranks"),
     [((), 2 * 6 * READ, 4), ((), 2 * 6 * READ - 1, 0), (("--top-keys", "all"), 0, 4)],

@@ -271,6 +271,7 @@ def test_padding_that_later_calls_see(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name, parameters) == ("left padding in decoding", {"padding": "mask ignored"})
 
 
+@pytest.mark.slow
 def test_a_layer_with_its_cache_beside_another() -> None:
     torch.manual_seed(0)
     options = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "window": (WINDOW - 1, 0)}

@@ -52,6 +52,7 @@ def test_interleaved_layers_keep_the_order_of_their_channels() -> None:
     assert not measure_gaps(subject.model, [call]).cells_beyond_rounding
 
 
+@pytest.mark.slow
 def test_a_scale_that_was_folded_into_float32_weights_is_the_same_function() -> None:
     """A third is rounded in each weight, by more than the float64 run rounds."""
     a = layer()

@@ -114,6 +114,7 @@ def test_every_attention_of_a_model_is_read_as_data(name: str) -> None:
     assert len(comparison.layers) == counts[name]
 
 
+@pytest.mark.slow
 def test_another_theta_is_named_in_every_layer() -> None:
     good, ported = llama(), llama(theta=5e5)
     ported.load_state_dict(good.state_dict())
@@ -632,6 +633,7 @@ RESULTS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", others_slow(RESULTS, "a dict with a scalar first"))
 def test_outputs_of_other_names_are_compared(form: str) -> None:
     good = llama()

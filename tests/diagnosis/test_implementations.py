@@ -84,6 +84,7 @@ def test_rows_of_padding_differ_from_eager(second: str) -> None:
     assert not any(layer.is_of_second for layer in comparison.layers)
 
 
+@pytest.mark.slow
 def test_the_cause_may_be_in_the_second() -> None:
     diagnosis = compare(model("sdpa"), model("eager"), texts(padding=4))
     assert diagnosis.model is not None

@@ -59,6 +59,7 @@ def test_a_layer_in_a_wrapper_of_peft_is_read_with_its_adapters() -> None:
     assert compare(again, merged).verdict.is_same
 
 
+@pytest.mark.slow
 def test_torchs_layer_in_a_wrapper_of_peft() -> None:
     model = OneAttention().eval()
     wrapped = adapted(copy.deepcopy(model), "attn")

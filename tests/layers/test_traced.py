@@ -5,6 +5,8 @@ All run in one interpreter that checks no annotations: to start one costs as muc
 
 from pathlib import Path
 
+import pytest
+
 from tests.apart import assert_passed_apart
 
 FOLDER = Path(__file__).parent
@@ -16,5 +18,6 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 def test_a_case_of_each_layer() -> None:
     assert_passed_apart(*(f"{FOLDER}/{case}" for case in CASES), count=len(CASES))

@@ -23,6 +23,7 @@ from headwise.scanning.importance import ablations, gradients
 from tests.cli.alone import Alone
 from tests.layouts.captured import THETA, angles, captured, model_of
 from tests.layouts.real import Real, assert_gives, assert_same_function
+from tests.quick import others_slow
 
 HEADS, KV_HEADS, HEAD_DIM, EMBED, LENGTH = 6, 2, 16, 40, 19
 PLACE = "model.layers.1.self_attn"
@@ -167,7 +168,7 @@ def test_detect(stored: Path) -> None:
 # ---- running -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("queries", [LENGTH, 1])
+@pytest.mark.parametrize("queries", others_slow([LENGTH, 1], 1))
 def test_compare_with_the_real_module(model: nn.Module, stored: Path, queries: int) -> None:
     module, layer = model.get_submodule(PLACE), load_attention(stored, layer=1)
     x = torch.randn(2, queries, EMBED, generator=torch.Generator().manual_seed(5))

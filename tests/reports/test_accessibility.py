@@ -91,6 +91,7 @@ def test_axe_finds_nothing_where_files_are_chosen(
         assert violations(opened) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_axe_finds_nothing_in_what_is_said_about_the_page(
     browser: Chromium, path: Path, scheme: str
@@ -109,6 +110,7 @@ def test_axe_can_find_something(browser: Chromium, tmp_path: Path) -> None:
         assert {each.split(":")[0] for each in violations(opened)} >= {"image-alt", "button-name"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("touch", "least"), others_slow([(False, 24), (True, 44)], (True, 44)))
 def test_targets_are_large_enough(
     browser: Chromium, tmp_path: Path, touch: bool, least: int
@@ -153,7 +155,7 @@ def test_the_scale_is_ordered_for_every_eye(browser: Chromium, path: Path, kind:
         assert min(b - a for a, b in pairwise(luminance)) > 0.004
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", others_slow(SCHEMES, "light"))
 @pytest.mark.parametrize("kind", others_slow(EYES, "deuteranopia"))
 def test_more_and_less_differ_for_every_eye(
     browser: Chromium, path: Path, kind: str, scheme: str
@@ -184,7 +186,7 @@ def _contrast(a: float, b: float) -> float:
 
 
 @pytest.mark.parametrize("mode", ["A", "diff"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", others_slow(SCHEMES, "light"))
 def test_arcs_are_seen_on_the_paper(browser: Chromium, path: Path, scheme: str, mode: str) -> None:
     with browser.open(path, color_scheme=scheme) as opened:
         opened.do(

@@ -272,6 +272,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", others_slow(VIEWS, "layers"))
 @pytest.mark.parametrize("scheme", others_slow(["light", "dark"], "light"))
 def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str, view: str) -> None:
@@ -445,7 +446,7 @@ def test_two_maps_are_as_large_as_their_room(
         assert opened.complaints == []
 
 
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (900, 700), (390, 844)])
+@pytest.mark.parametrize(("width", "height"), others_slow([(1440, 900), (900, 700), (390, 844)]))
 def test_names_in_the_menu_of_others_are_whole(
     browser: Chromium, tmp_path: Path, width: int, height: int
 ) -> None:
@@ -481,7 +482,7 @@ def test_facts_of_two_heads_name_both(opened: Opened) -> None:
     assert tops == sorted(tops)
 
 
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (900, 700)])
+@pytest.mark.parametrize(("width", "height"), others_slow([(1440, 900), (900, 700)]))
 def test_a_list_of_heads_leaves_a_third_to_the_text(
     browser: Chromium, tmp_path: Path, width: int, height: int
 ) -> None:

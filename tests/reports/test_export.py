@@ -249,6 +249,7 @@ def test_a_picture_is_white_and_has_the_colours_of_the_weights(
     assert np.abs(colours_of(png, drawn, (CELLS, CELLS), places) - expected).max() <= 6
 
 
+@pytest.mark.slow
 def test_the_part_in_sight_is_drawn(opens: Any, scans: dict[str, HeadScan], tmp_path: Path) -> None:
     opened = opens("long")
     choose(opened, 2, 1)
@@ -369,6 +370,7 @@ def test_a_change_of_all_heads_is_centred(opens: Any, tmp_path: Path) -> None:
     assert "82" in drawn.texts
 
 
+@pytest.mark.slow
 def test_the_answer_of_a_token(opens: Any, scans: dict[str, HeadScan], tmp_path: Path) -> None:
     opened = opens("long")
     choose(opened, 1, 0)
@@ -443,6 +445,7 @@ def test_there_is_no_choice_where_nothing_is_drawn(browser: Chromium, tmp_path: 
 # ---- numbers, and Python ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_numbers_are_tables(opens: Any, scans: dict[str, HeadScan], tmp_path: Path) -> None:
     opened = opens("long")
     choose(opened, 1, 0)

@@ -13,7 +13,7 @@ from headwise.models import tiny
 from headwise.reports.page import save_scan_page
 from headwise.reports.report import ScanReport
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import gpt2_sized
 
@@ -119,6 +119,7 @@ def test_what_is_said_about_the_page_moves_nothing(browser: Chromium, path: Path
         assert box(opened, "[data-part=map] canvas") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", others_slow(["layers", "links"]))
 @pytest.mark.parametrize("width", others_slow([900, 1280, 1440], 900))
 def test_every_column_of_twelve_heads_is_in_sight(
@@ -136,6 +137,7 @@ def test_every_column_of_twelve_heads_is_in_sight(
             assert opened.page.locator(".cells .share").evaluate_all(cut) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), others_slow([*WINDOWS, (900, 700)]))
 def test_one_word_in_all_heads_moves_nothing(
     browser: Chromium, large: Path, width: int, height: int
@@ -165,6 +167,7 @@ def test_columns_out_of_sight_fade_the_edge(browser: Chromium, large: Path) -> N
         assert not opened.page.locator(f"{cells}[data-more]").count()
 
 
+@pytest.mark.slow
 def test_both_answers_about_a_token_are_in_sight(browser: Chromium, worded: Path) -> None:
     address = "#h=0.0&o=0.2.3&m=both&t=40"
     for width, height in SIZES:
@@ -286,7 +289,7 @@ def worded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_scan_page(page, replace(report, title="all-MiniLM-L6-v2-of-a-long-name"))
 
 
-@pytest.mark.parametrize(("width", "height"), others_slow(SIZES, (390, 844)))
+@pytest.mark.parametrize(("width", "height"), others_extra(SIZES, (390, 844)))
 def test_no_text_is_cut(browser: Chromium, worded: Path, width: int, height: int) -> None:
     tabs = ("heads", "map", "facts", "text") if width < 700 else ("map",)
     faults = set()

@@ -346,6 +346,7 @@ def swatches(opened: Opened, kind: str) -> list[tuple[list[float], str]]:
     return [(colour(background), words) for background, words in found]
 
 
+@pytest.mark.slow
 def test_marks_are_as_large_as_the_weights(browser: Chromium, named: Read) -> None:
     with browser.open(named.path, address="#s=entropy&h=0.1&o=none", init=RADII) as opened:
         opened.page.evaluate("rings.length = 0")
@@ -424,7 +425,7 @@ def test_changes_are_sorted_by_their_size(compared: Opened, named: Read, directi
     assert badge.endswith(f"Token: its {len(large)} largest changes, {share} of all change.")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", others_slow(["light", "dark"]))
 def test_a_change_has_one_colour_in_text_map_and_scales(
     browser: Chromium, named: Read, scheme: str
 ) -> None:

@@ -150,6 +150,7 @@ def test_a_pinned_word_answers_for_every_head(browser: Chromium, sentence: Read)
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_a_pair_of_words_in_every_head(browser: Chromium, sentence: Read) -> None:
     with browser.open(sentence.path, address="#s=entropy&h=0.2") as opened:
         page = opened.page
@@ -275,6 +276,7 @@ def test_what_gives_most_and_what_may_give_more(
     assert len(bounds) >= 3
 
 
+@pytest.mark.slow
 def test_answers_are_inflated_while_nothing_is_asked(browser: Chromium, blocks: Read) -> None:
     """A quiet page needs its blobs no more."""
     token = 99

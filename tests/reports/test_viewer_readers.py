@@ -21,6 +21,7 @@ MOST_PAGES = 4
 # ---- screens -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", others_slow([1400, 900, 390], 390))
 @pytest.mark.parametrize("scheme", others_slow(["light", "dark"], "light"))
 def test_widths(browser: Chromium, path: Path, width: int, scheme: str) -> None:

@@ -51,7 +51,8 @@ def all_texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 # ---- drawn and copied ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", others_slow(WIDTHS, "wide"))
+@pytest.mark.slow
+@pytest.mark.parametrize("width", WIDTHS)
 def test_what_is_drawn_and_copied_is_the_text(
     browser: Chromium, all_texts: Path, width: str
 ) -> None:

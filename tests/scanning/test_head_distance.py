@@ -266,6 +266,7 @@ def kept_rows(heads: int, *, length: int, read: int) -> similarity.KeptRows:
     )
 
 
+@pytest.mark.slow
 def test_the_count_of_differences_is_that_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
 

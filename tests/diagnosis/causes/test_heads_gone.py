@@ -112,6 +112,7 @@ def test_other_heads_are_not_matched() -> None:
 IDS = torch.arange(34).reshape(2, 17)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_cut_model_against_its_original(family: str) -> None:
     model = FAMILIES[family](num_hidden_layers=3)

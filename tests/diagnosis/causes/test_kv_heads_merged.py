@@ -114,25 +114,29 @@ def whole() -> LayerCut:
 ORDER = [4, 5, 0, 1, 11, 10, 2, 3, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("options", [{}, {"k_bias": True, "v_bias": True}, {"sink": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", others_slow([{}, {"k_bias": True, "v_bias": True}, {"sink": True}]), ids=str
+)
 @pytest.mark.parametrize(
     ("cut", "parameters"),
-    [
-        (whole().merge(3), {"kv heads": "0+1, 2+3, 4+5"}),
-        (
-            whole().keep(ORDER).merge(2),
-            {"kv heads": "0+2+5, 1+3+4", "heads in the order": tuple(ORDER)},
-        ),
-        (whole().merge(2).expand(4), {"kv heads": "0+1+2, 3+4+5"}),
-        (
-            whole().drop([2, 3, 8, 9]).merge(2),
-            {"kv heads": "0+2, 3+5", "without heads": (2, 3, 8, 9)},
-        ),
-        (
-            whole().drop([0, 3, 4, 6, 9, 11]).merge(3),
-            {"kv heads": "0+1, 2+3, 4+5", "without heads": (0, 3, 4, 6, 9, 11)},
-        ),
-    ],
+    others_slow(
+        [
+            (whole().merge(3), {"kv heads": "0+1, 2+3, 4+5"}),
+            (
+                whole().keep(ORDER).merge(2),
+                {"kv heads": "0+2+5, 1+3+4", "heads in the order": tuple(ORDER)},
+            ),
+            (whole().merge(2).expand(4), {"kv heads": "0+1+2, 3+4+5"}),
+            (
+                whole().drop([2, 3, 8, 9]).merge(2),
+                {"kv heads": "0+2, 3+5", "without heads": (2, 3, 8, 9)},
+            ),
+            (
+                whole().drop([0, 3, 4, 6, 9, 11]).merge(3),
+                {"kv heads": "0+1, 2+3, 4+5", "without heads": (0, 3, 4, 6, 9, 11)},
+            ),
+        ]
+    ),
     ids=["neighbours", "order", "copies", "kv heads gone", "heads gone"],
 )
 def test_groups_of_a_layer(
@@ -150,6 +154,7 @@ def test_what_is_left_has_its_own_causes() -> None:
     assert [name for name, _, _ in causes] == [NAME, "scale"]
 
 
+@pytest.mark.slow
 def test_a_fitted_output_projection_is_not_explained() -> None:
     layer = layer_of()
     wo = torch.randn(HEADS, VALUE_DIM, EMBED, generator=torch.Generator().manual_seed(3))
@@ -198,7 +203,7 @@ CHANGES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize(
-    ("change", "copies"), [*((each, 1) for each in CHANGES), ("a factor of values", 2)]
+    ("change", "copies"), others_slow([*((each, 1) for each in CHANGES), ("a factor of values", 2)])
 )
 def test_other_kv_heads_are_not_merged_ones(change: str, copies: int) -> None:
     layer, (role, function) = layer_of(), CHANGES[change]
@@ -213,6 +218,7 @@ def test_other_kv_heads_are_not_merged_ones(change: str, copies: int) -> None:
         assert NAME not in [name for name, _, _ in causes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [(0, 2, 4), (1, 1, 5)], ids=str)
 def test_kv_heads_of_a_group_are_not_their_mean(kept: tuple[int, ...]) -> None:
     """Keys and values are those of some kv heads alone."""
@@ -226,6 +232,7 @@ def test_kv_heads_of_a_group_are_not_their_mean(kept: tuple[int, ...]) -> None:
     assert causes == []
 
 
+@pytest.mark.slow
 def test_the_mean_of_other_heads_than_queries_read() -> None:
     """Kv heads 0 and 3, and so on, were merged, and the heads stayed where they were."""
     layer = layer_of()

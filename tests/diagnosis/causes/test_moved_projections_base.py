@@ -146,6 +146,7 @@ def test_separate_mistakes_are_all_named() -> None:
     assert sorted(causes) == ["heads permuted", "q and k exchanged"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",
     others_slow(
@@ -161,6 +162,7 @@ def test_another_change_is_no_move(edit: Edit) -> None:
     assert searched("mha", right, right.with_weights(**edit(right.all_weights()))) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source_dim", "pairs"),
     others_slow([(None, "qk qo kq vk ok ov"), (29, "kv vk qo oq")], (29, "kv vk qo oq")),

@@ -70,6 +70,7 @@ class Inside(nn.Module):
         return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", others_slow(["layer", "rms"]))
 def test_a_norm_of_the_input_with_weights_is_read_off_a_function(kind: str) -> None:
     torch.manual_seed(5)

@@ -32,6 +32,7 @@ def causes(a: Attention, b: Attention) -> list[tuple[str, object]]:
     return [(cause.name, cause.parameters) for cause in diagnosis.function.causes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", others_slow(["q", "k", "v", "o"]))
 def test_a_hook_that_never_runs(role: str) -> None:
     original = layer()

@@ -627,7 +627,7 @@ IN_NUMPY = [
     )
 ]
 BESIDE = {"rotary pairing": ["rotary permutation doubled"]}  # one of which the lines repair
-QUICK = ("heads interleaved, numpy", "scale, torch")
+QUICK = ("scale, torch",)
 EVERY = [*ROTATIONS, *SCORES, *MASKS, *AXES, *WEIGHTS, *DECODING, *FURTHER, *IN_NUMPY]
 
 
