@@ -16,7 +16,7 @@ def others_slow(cases: Iterable[Any], *kept: Any) -> list[Any]:
     Where none is given, the first is kept.
     """
     cases = list(cases)
-    return _mark(cases, slow=_others(cases, kept))
+    return [_mark(case, "" if is_kept else "slow") for case, is_kept in _choose(cases, kept)]
 
 
 def others_extra(cases: Iterable[Any], *kept: Any, quick: Iterable[Any] = ()) -> list[Any]:
@@ -25,27 +25,29 @@ def others_extra(cases: Iterable[Any], *kept: Any, quick: Iterable[Any] = ()) ->
     `make test` runs the quick ones. Where none is given, the first is kept.
     """
     cases, quick = list(cases), tuple(quick)
-    extra = _others(cases, kept + quick)
-    slow = [name for name in map(_name, cases) if name not in extra and name not in quick]
-    return _mark(cases, slow=slow, extra=extra)
+    are_quick = (
+        [is_quick for _, is_quick in _choose(cases, quick)] if quick else [False] * len(cases)
+    )
+    return [
+        _mark(case, "" if is_quick else "slow" if is_kept else "extra")
+        for (case, is_kept), is_quick in zip(_choose(cases, kept + quick), are_quick, strict=True)
+    ]
 
 
-def _others(cases: list[Any], kept: tuple[Any, ...]) -> list[Any]:
-    names = [_name(case) for case in cases]
-    kept = kept or (names[0],)
-    assert all(name in names for name in kept)
-    return [name for name in names if name not in kept]
+def _choose(cases: list[Any], chosen: tuple[Any, ...]) -> list[tuple[Any, bool]]:
+    """Each case, and whether it is one of the chosen, by itself or by its name; or the first."""
+    if not chosen:
+        return [(case, place == 0) for place, case in enumerate(cases)]
+    names, chosen = [_name(case) for case in cases], tuple(map(_name, chosen))
+    assert all(each in names for each in chosen)
+    return [(case, name in chosen) for case, name in zip(cases, names, strict=True)]
 
 
-def _mark(cases: list[Any], **names_of: list[Any]) -> list[Any]:
-    marked = []
-    for case in cases:
-        marks = [
-            getattr(pytest.mark, mark) for mark, names in names_of.items() if _name(case) in names
-        ]
-        values = case if isinstance(case, tuple) else (case,)
-        marked.append(pytest.param(*values, marks=marks) if marks else case)
-    return marked
+def _mark(case: Any, mark: str) -> Any:
+    if not mark:
+        return case
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=getattr(pytest.mark, mark))
 
 
 def _name(case: Any) -> Any:

@@ -18,7 +18,7 @@ from tests.root import ROOT
     [
         ("same", "bitwise copy"),
         ("same", "value bias in output bias"),
-        pytest.param("same", "same position offset of q and k", marks=pytest.mark.slow),
+        pytest.param("same", "same position offset of q and k", marks=pytest.mark.extra),
         ("subtle", "theta 1e4 for 5e5"),
         ("subtle", "window 8 for 9"),
         ("subtle", "one entry of bv"),

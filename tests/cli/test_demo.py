@@ -163,7 +163,7 @@ def test_a_folder_is_refused_as_a_page(tmp_path: Path, asked: list[ScanOptions])
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_command_itself(tmp_path: Path) -> None:
     try:
         minilm.model_folder()

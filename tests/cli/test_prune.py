@@ -16,6 +16,7 @@ from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.surgery import Cut, effects
 from headwise.surgery.stored import read_lines
 from tests.huggingface.stored import WORDS, stored
+from tests.quick import others_extra
 from tests.surgery.families import FAMILIES, without
 
 runner = CliRunner()
@@ -156,8 +157,7 @@ def test_a_number_of_heads_that_the_class_refuses_names_those_that_fit(
     assert "--keep 0.5" in error.lines(output.option_text)[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["full", pytest.param("headwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", others_extra(["full", "headwise"]))
 def test_the_two_ways_on(folders: dict[str, Path], data: Path, tmp_path: Path, form: str) -> None:
     out = tmp_path / "new"
     text = run(folders["bert"], "--data", data, "--out", out, "--form", form, "--json")

@@ -66,7 +66,7 @@ def test_plain_transformers_loads_fewer_kv_heads(
     assert "LlamaForCausalLM.from_pretrained" in page
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_class_without_kv_heads_has_copies(
     folders: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:

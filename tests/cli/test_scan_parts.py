@@ -17,6 +17,7 @@ from headwise.cli.output import NO, YES
 from headwise.errors import OptionError
 from headwise.scanning import merge_parts, open_model, read_texts, scan_part, workers
 from tests.cli.scan_command import invoke, refused, run
+from tests.quick import others_extra
 from tests.root import ROOT
 
 TEXTS, LONGEST = 8, 240.0  # seconds that anything may take on a busy machine
@@ -175,8 +176,7 @@ def test_a_killed_process_costs_its_text_and_the_same_command_resumes() -> None:
     assert content("out") == content("one")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", others_extra([signal.SIGINT, signal.SIGKILL]))
 def test_no_process_outlives_the_command(number: signal.Signals) -> None:
     write_texts(range(TEXTS, 5 * TEXTS))
     child, running = begun("--processes", 2)

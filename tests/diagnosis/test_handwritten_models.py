@@ -21,7 +21,7 @@ from headwise.diagnosis.subjects.run import run_beside, run_model
 from headwise.diagnosis.subjects.sites import find_sites
 from headwise.diagnosis.subjects.tape import record_tape, run_with
 from headwise.errors import OptionError
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.refusals import refusals
 
 WIDTH, HEADS, LAYERS, TOKENS, BATCH = 30, 3, 3, 11, 2
@@ -167,7 +167,9 @@ FAULTS = {  # of the second layer -> its first stage, and its cause
 }
 
 
-@pytest.mark.parametrize("name", others_slow(FAULTS, "scale", "one ahead"))
+@pytest.mark.parametrize(
+    "name", others_extra(FAULTS, "q and k exchanged", quick=["scale", "one ahead"])
+)
 def test_a_fault_of_one_layer_has_its_stage_and_its_cause(peer: Any, name: str) -> None:
     port = HandModel(peer)
     port.blocks[1].attend.fault = name  # type: ignore[union-attr]

@@ -109,7 +109,7 @@ def test_a_constant_is_no_norm_and_no_sink(number: float) -> None:
     assert not {"norm inside", "sinks"} & {*found.function.cause_names_with_equals}
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_scaling_without_frequencies_at_some_theta() -> None:
     """YaRN has no ramp where theta is small, which is tried too."""
     scaling = YarnScaling(4.0, original_length=32768)

@@ -17,9 +17,9 @@ SLOW, EXTRA = pytest.mark.slow, pytest.mark.extra
 COLUMN = "layer, masks"
 FIRST = ("compile-training", "inductor", "export", "onnx", "jit")
 # Long ones that other tests look at too: half types, checkpoints, batched and second derivatives.
-MARKS = dict.fromkeys(("double", "float16", "checkpoint", "training", "vmap"), SLOW)
+MARKS = dict.fromkeys(("double", "checkpoint", "training", "vmap"), SLOW)
 MARKS["batched"] = SLOW  # tests/matrix/kernels/test_gradients_otherwise.py
-MARKS |= dict.fromkeys(("bfloat16", "autocast", "jvp"), EXTRA)
+MARKS |= dict.fromkeys(("bfloat16", "float16", "autocast", "jvp"), EXTRA)
 
 
 def list_rows() -> Iterator[Any]:
@@ -38,7 +38,7 @@ def list_rows() -> Iterator[Any]:
 
 
 @hides_a_whole_sequence
-@pytest.mark.parametrize(("path", "columns"), list_rows())
+@pytest.mark.parametrize(("path", "columns"), [*list_rows()])
 def test_a_row_of_the_page_is_what_runs(path: Path, columns: list[str]) -> None:
     if lack := path.missing():
         pytest.skip(lack)

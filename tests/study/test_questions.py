@@ -15,7 +15,7 @@ from headwise.study import page as charts
 from headwise.study import run as catalogue
 from headwise.study.question import Answer, Question, load_question
 from headwise.study.run import answer_question
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.html import Tree
 from tools import study as documentation
 
@@ -74,12 +74,11 @@ SLOW = (
     "implementations",
     "same-function",
 )
-QUESTIONS = [
-    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in catalogue.IDS
-]
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize(
+    "name", others_extra(catalogue.IDS, *SLOW[:-1], quick={*catalogue.IDS} - {*SLOW})
+)
 def test_it_is_borne_out_and_the_documentation_has_its_numbers(name: str) -> None:
     question = load_question(name)
     answer = answer_question(question)

@@ -169,7 +169,7 @@ def test_heads_of_a_function_that_are_mirrored() -> None:
     assert NAME not in [each.name for each in diagnosis.function.causes]
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_gate_with_more_columns_than_tokens() -> None:
     torch.manual_seed(0)
     original = Attention(192, 4)

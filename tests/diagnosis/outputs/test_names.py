@@ -44,14 +44,6 @@ def heads(rows: Tensor, count: int) -> Tensor:
     return rows.unflatten(0, (count, -1))
 
 
-def transpose(state: State) -> None:
-    state["wq"] = state["wq"].T.clone()
-
-
-def exchange_keys_and_values(state: State) -> None:
-    state["wk"], state["wv"] = state["wv"], state["wk"]
-
-
 def permute_heads_of_values(state: State) -> None:
     for name in ("wv", "bv"):
         state[name] = heads(state[name], 5)[[2, 0, 1, 4, 3]].flatten(0, 1)
@@ -108,8 +100,6 @@ def load_one_matrix_everywhere(state: State) -> None:
 
 
 MANY: dict[str, tuple[Edit, str, dict[str, Any]]] = {
-    "transposed": (transpose, "square matrix transposed", {"roles": "q"}),
-    "exchanged": (exchange_keys_and_values, "k and v exchanged", {"roles": "kv"}),
     "permuted": (permute_heads_of_values, "heads permuted", {"order": (2, 0, 1, 4, 3)}),
     "negated": (negate_heads_of_queries, "sign", {"heads": (1, 4)}),
     "bias of heads": (drop_bias_of_two_heads, "bias missing", {"heads": (3, 4)}),
@@ -123,7 +113,7 @@ MANY: dict[str, tuple[Edit, str, dict[str, Any]]] = {
 QUICK = ("one head",)
 
 
-@pytest.mark.parametrize("is_array", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_array", [False, pytest.param(True, marks=pytest.mark.extra)])
 @pytest.mark.parametrize(
     ("edit", "cause", "parameters"),
     [
@@ -190,7 +180,7 @@ def test_a_head_of_zeros_is_named_beside_another_scale() -> None:
     assert {"rows zero"} <= {move.cause.name for moves in found for move in moves}
 
 
-@pytest.mark.parametrize("is_array", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_array", [False, pytest.param(True, marks=pytest.mark.extra)])
 @pytest.mark.parametrize(
     ("edit", "cause"),
     [(negate_a_kv_head, "sign"), (interleave_heads_of_queries, "heads interleaved")],

@@ -10,6 +10,7 @@ from headwise.layers import Alibi
 from tests.diagnosis.among import compare_among
 from tests.diagnosis.repairs.further import BUCKETS, FURTHER, NORMED, RMS, T5
 from tests.diagnosis.repairs.ports import CAUSAL, LLAMA, NUMPY, PLAIN, TORCH, Case
+from tests.quick import others_extra
 
 TURN = TORCH["turn"]
 ALIBI = """
@@ -633,7 +634,8 @@ EVERY = [*ROTATIONS, *SCORES, *MASKS, *AXES, *WEIGHTS, *DECODING, *FURTHER, *IN_
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(x, id=str(x), marks=[pytest.mark.slow] * (str(x) not in QUICK)) for x in EVERY],
+    others_extra(EVERY, *EVERY[::3], quick=[x for x in EVERY if str(x) in QUICK]),
+    ids=str,
 )
 def test_the_printed_lines_repair_the_port(case: Case) -> None:
     layer = case.layer()
@@ -661,7 +663,6 @@ def test_every_cause_has_a_port_or_a_reason_for_words() -> None:
 RIGHT = {str((x.options, x.parts, x.arguments, x.width)): x for x in EVERY}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", RIGHT.values(), ids=str)
+@pytest.mark.parametrize("case", others_extra(RIGHT.values(), *[*RIGHT.values()][::3]), ids=str)
 def test_the_port_without_the_fault_is_the_layer(case: Case) -> None:
     assert compare(case.function(case.parts), case.layer())
