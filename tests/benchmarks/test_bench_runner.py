@@ -34,6 +34,7 @@ def test_one_case_is_selected_by_its_key(capsys: pytest.CaptureFixture[str]) -> 
     assert "1 of   1  scale" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_cases_of_one_seed_are_selected(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--suite", "single", "--fault", "residual inside", "--geometry", "mha"]
     main([*arguments, "--seed", "5", "--count", "1"])

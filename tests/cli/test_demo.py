@@ -100,6 +100,7 @@ def test_both_scans_are_printed_and_the_page_shows_both(
     assert "The same function. In all 1 layers" in "\n".join(lines[second:])
 
 
+@pytest.mark.slow
 def test_json_is_all_of_standard_output(reads: object, report: ScanReport, tmp_path: Path) -> None:
     out, err = run("--json", "--out", str(tmp_path / "page.html"))
     found = json.loads(out)

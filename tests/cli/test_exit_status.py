@@ -100,6 +100,7 @@ def test_detect(status: Status, place: Path, tmp_path: Path) -> None:
     assert status("detect", changed(place, model_type="gptj")) == UNDECIDED
 
 
+@pytest.mark.slow
 def test_compare(status: Status, place: Path, tmp_path: Path) -> None:
     assert status("compare", place, place) == YES
     assert status("compare", place, place, "--layer", 0) == YES

@@ -94,6 +94,7 @@ def test_a_corpus_needs_a_folder(model: Path, texts: Path, text: Path) -> None:
     assert refused(model, "--text", text, "--text", text).saw == "several texts, and no --out"
 
 
+@pytest.mark.slow
 def test_an_empty_text_is_named_or_left_out(model: Path, texts: Path) -> None:
     more = texts / "deep"
     more.mkdir()
@@ -135,6 +136,7 @@ def test_a_folder_of_another_scan(model: Path, text: Path) -> None:
     assert everything_in(Path("kept")) == before
 
 
+@pytest.mark.slow
 def test_a_damaged_part_is_named(model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(model, "--text", texts, "--out", "kept", "--stats", "entropy", "--page", "p.html")
     before = everything_in(Path("kept"))
@@ -155,6 +157,7 @@ def test_a_damaged_part_is_named(model: Path, texts: Path, monkeypatch: pytest.M
     assert everything_in(Path("kept")) == before
 
 
+@pytest.mark.slow
 def test_hidden_files_are_no_texts(model: Path, texts: Path) -> None:
     """Editors and archives leave copies of a text under names that begin with a dot."""
     for name in ("._0.txt", ".checkpoints/0.txt"):

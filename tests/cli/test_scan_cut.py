@@ -45,6 +45,7 @@ def scanned(folder: str | Path) -> list[dict[int, float]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_smaller_model() -> None:
     write_cut("plain", keep)
     before, after = scanned("source"), scanned("smaller")

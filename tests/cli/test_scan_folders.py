@@ -222,6 +222,7 @@ def test_a_model_that_computes_nan(tmp_path: Path) -> None:
     assert {head["effective_rank"] for head in content["heads"]} == {None}
 
 
+@pytest.mark.slow
 def test_top_keys_of_all_heads_or_of_none(tmp_path: Path) -> None:
     folder = llama(tmp_path / "m")
     for word, count in {"all": 2, "none": 0, "1.5": 1}.items():

@@ -85,6 +85,7 @@ class Detached(Attention):
         return output
 
 
+@pytest.mark.slow
 def test_a_projection_that_is_not_trained_is_named() -> None:
     b = layer()
     a = Detached(WIDTH, HEADS)

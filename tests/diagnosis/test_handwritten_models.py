@@ -291,6 +291,7 @@ def test_an_attention_with_tokens_first_runs_on_others() -> None:
     assert_close(runs.record(Inputs(x)).stages["output"], wanted)
 
 
+@pytest.mark.slow
 def test_another_theta_is_named_in_the_known_order_of_channels() -> None:
     peer = llama()
     _, model = compared(Turning(peer, 5e4), peer)

@@ -93,6 +93,7 @@ def test_the_cause_may_be_in_the_second() -> None:
     assert "rows without keys: row equal weights in the second" in str(diagnosis)
 
 
+@pytest.mark.slow
 def test_an_implementation_with_another_scale_is_named() -> None:
     verdict, comparison = compared(WRONG, "sdpa")
     assert verdict is Verdict.DIFFERENT
@@ -157,6 +158,7 @@ def test_the_bench_has_a_row_for_each_pair_and_padding() -> None:
         assert row["causes"] == (["rows without keys"] if is_left else [])
 
 
+@pytest.mark.slow
 def test_queries_that_are_scaled_before_the_interface_are_read_as_stated() -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "ffn_dim": 64, "num_hidden_layers": 2}
     torch.manual_seed(0)
@@ -183,6 +185,7 @@ class TwoOutputs(nn.Module):
         return {"first": hidden[:, -1:], "second": hidden}
 
 
+@pytest.mark.slow
 def test_all_outputs_of_a_model_are_compared() -> None:
     diagnosis = compare(TwoOutputs("eager"), TwoOutputs("sdpa"), texts(padding=4))
     assert diagnosis.verdict in (Verdict.DIFFERENT, Verdict.UNKNOWN)

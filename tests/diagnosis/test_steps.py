@@ -218,9 +218,10 @@ FAULTS: tuple[tuple[type[Port], str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("port", "name", "parameters"),
-    [*FAULTS[:1], *(pytest.param(*row, marks=pytest.mark.slow) for row in FAULTS[1:])],
+    FAULTS,
 )
 def test_a_fault_of_calls_with_a_cache(
     port: type[Port], name: str, parameters: dict[str, Any]

@@ -183,6 +183,7 @@ def test_compare_with_the_real_module(model: nn.Module, stored: Path, queries: i
         assert [each.name for each in diagnosis.function.causes] == ["output gate missing"]
 
 
+@pytest.mark.slow
 def test_compare_of_models_names_a_gate_that_is_not_applied(model: nn.Module) -> None:
     x = {"input_ids": tokens()}
     assert headwise.compare(copy.deepcopy(model), model, x)

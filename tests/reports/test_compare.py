@@ -200,6 +200,7 @@ def test_a_layer_opens_beside_all_layers(opened: Opened, scan: HeadScan) -> None
     opened.wait("s.subject === 'layer'")
 
 
+@pytest.mark.slow
 def test_two_layers_are_compared_by_keyboard(opened: Opened, scan: HeadScan) -> None:
     page = opened.page
     page.focus('[data-id="1.0"]')
@@ -255,6 +256,7 @@ def test_two_layers_are_compared_by_mouse_and_by_touch(opened: Opened, phone: Op
     assert "Layer 2 and layer 1" in page.inner_text(".of-layer")
 
 
+@pytest.mark.slow
 def test_an_address_is_a_pair_of_layers(browser: Chromium, path: Path) -> None:
     with browser.open(path, address="#h=1.0&l=layer&k=2") as opened:
         assert (opened.state()["subject"], opened.state()["against"]) == ("layer", 2)
@@ -368,6 +370,7 @@ def two_scans() -> tuple[HeadScan, HeadScan]:
     return scans[0], scans[1]
 
 
+@pytest.mark.slow
 def test_the_scan_named_first_is_a_and_a_change_is_b_less_a(
     browser: Chromium, tmp_path: Path
 ) -> None:
@@ -508,6 +511,7 @@ def test_a_list_of_heads_leaves_a_third_to_the_text(
         opened.poll("document.querySelector('.cells').scrollTop === 0")
 
 
+@pytest.mark.slow
 def test_a_list_of_heads_fills_a_phone(browser: Chromium, tmp_path: Path) -> None:
     page = save_scan_page(tmp_path / "page.html", viewer_report(viewer_scan(layers=9, heads=8)))
     with browser.open(page, width=390, height=844, address="#v=value&p=heads") as opened:

@@ -224,6 +224,7 @@ def colours_of(png: Path, drawn: Figure, shape: tuple[int, int], places: Any) ->
     return picture[rows.astype(int), columns.astype(int)]
 
 
+@pytest.mark.slow
 def test_a_picture_is_white_and_has_the_colours_of_the_weights(
     opens: Any, scans: dict[str, HeadScan], tmp_path: Path
 ) -> None:
@@ -495,6 +496,7 @@ def map_of(drawn: Any) -> Any:
     return drawn.axes[0].images[0].get_array()
 
 
+@pytest.mark.slow
 def test_the_line_of_the_map_draws_it(opens: Any, saved: Any) -> None:
     opened = opens("long")
     choose(opened, 2, 1)

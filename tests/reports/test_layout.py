@@ -196,6 +196,7 @@ def test_a_quotation_mark_stands_in_single_ones(browser: Chromium, worded: Path)
         assert "““" not in opened.page.inner_text(".headwise")
 
 
+@pytest.mark.slow
 def test_no_cell_shows_left_of_the_number_of_its_layer(browser: Chromium, large: Path) -> None:
     with browser.open(large, width=390, height=844, has_touch=True, is_mobile=True) as opened:
         opened.do("headwise.app.set({ tab: 'heads' })", "s.tab === 'heads'")

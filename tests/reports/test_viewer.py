@@ -181,6 +181,7 @@ def test_pointing_previews_and_leaving_goes_back(opened: Opened) -> None:
     opened.poll("headwise.app.light.lights.token === 7")
 
 
+@pytest.mark.slow
 def test_a_cell_of_the_map_says_its_tokens_and_value(opened: Opened, scan: HeadScan) -> None:
     choose(opened, 0, 1)
     box = opened.page.locator(MAP).first.bounding_box()
@@ -276,6 +277,7 @@ def test_search(opened: Opened, scan: HeadScan) -> None:
     opened.page.wait_for_selector("text=not in the text")
 
 
+@pytest.mark.slow
 def test_an_address_is_a_view_and_back_goes_back(browser: Chromium, path: Path) -> None:
     address = "#s=entropy&h=2.4&t=17&d=queries&z=4,0.25,0.25"
     with browser.open(path, address=address) as opened:
@@ -352,6 +354,7 @@ def test_at_most_15_tab_stops_before_the_text(opened: Opened) -> None:
 # ---- comparing, and files ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_heads_are_compared(opened: Opened, scan: HeadScan) -> None:
     choose(opened, 0, 1)
     opened.page.click('[data-id="2.3"]', modifiers=["Shift"])

@@ -120,6 +120,7 @@ def label(opened: Opened, layer: int, head: int) -> str:
 # ---- by mouse ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pinned_word_answers_for_every_head(browser: Chromium, sentence: Read) -> None:
     """Which head links "it" to "suitcase"? Two clicks, and one more opens the head."""
     with browser.open(sentence.path, address="#s=entropy&h=0.2") as opened:
@@ -184,6 +185,7 @@ def test_a_pair_of_words_in_every_head(browser: Chromium, sentence: Read) -> Non
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_what_looks_at_a_word(browser: Chromium, sentence: Read) -> None:
     with browser.open(sentence.path, address="#s=entropy&h=0.2") as opened:
         opened.page.click('[data-direction="queries"]')
@@ -242,6 +244,7 @@ def test_bounds_where_the_page_holds_the_first_key(browser: Chromium, blocks: Re
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_what_gives_most_and_what_may_give_more(
     browser: Chromium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +296,7 @@ def test_answers_are_inflated_while_nothing_is_asked(browser: Chromium, blocks: 
 # ---- by keyboard, by touch, by address -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_by_keyboard(browser: Chromium, sentence: Read) -> None:
     with browser.open(sentence.path, address=f"#s=entropy&h=5.5&t={IT}") as opened:
         page = opened.page
@@ -351,6 +355,7 @@ def test_by_touch(browser: Chromium, sentence: Read) -> None:
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_an_address_keeps_the_pair(browser: Chromium, sentence: Read) -> None:
     with browser.open(sentence.path, address="#s=entropy&h=5.5&t=11&u=9&v=strongest") as opened:
         shown = answers(opened, IT, SUITCASE)
@@ -361,6 +366,7 @@ def test_an_address_keeps_the_pair(browser: Chromium, sentence: Read) -> None:
         opened.wait(f"s.token === {IT} && s.second === {SUITCASE}")
 
 
+@pytest.mark.slow
 def test_a_filter_of_links_is_in_per_cent(browser: Chromium, sentence: Read) -> None:
     with browser.open(sentence.path, address="#s=entropy&h=5.5&t=11&u=9&v=links&f=>30") as opened:
         shown = answers(opened, IT, SUITCASE)

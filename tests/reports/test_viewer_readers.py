@@ -62,6 +62,7 @@ def test_every_way_in_is_in_sight(browser: Chromium, tmp_path: Path, width: int)
         assert opened.page.evaluate("document.documentElement.scrollHeight <= innerHeight")
 
 
+@pytest.mark.slow
 def test_the_chosen_sentence_is_in_sight_on_a_phone(browser: Chromium, tmp_path: Path) -> None:
     """The sentences are one row there; a tap on the edge of one shows all of it."""
     scan = viewer_scan()

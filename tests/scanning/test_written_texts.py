@@ -287,6 +287,7 @@ def test_a_corpus_keeps_the_texts(tmp_path: Path) -> None:
         scan_part(model, read, tmp_path / "out", statistics="entropy")
 
 
+@pytest.mark.slow
 def test_a_planned_scan_keeps_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text := "Grüße, 🐇!", "utf-8")
     model = open_model()

@@ -67,6 +67,7 @@ def test_an_adapter_on_some_heads_keeps_the_others(times: int) -> None:
     assert "NOT explained" not in str(diagnosis)
 
 
+@pytest.mark.slow
 def test_a_merge_that_was_stored_in_float32_with_more_columns_than_tokens() -> None:
     torch.manual_seed(0)
     original = Attention(192, 4)

@@ -55,6 +55,7 @@ def test_slopes_stay_those_of_the_heads() -> None:
     assert causes_of(other, layer) == [("heads gone", {"without heads": (2,)})]
 
 
+@pytest.mark.slow
 def test_what_is_left_has_its_own_causes() -> None:
     layer = layer_of()
     made = cut_layer(cut_of(layer).drop([2, 3]), layer)

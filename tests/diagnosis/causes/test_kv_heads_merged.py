@@ -146,6 +146,8 @@ def test_groups_of_a_layer(
     expect(cut_layer(cut, layer), layer, None, parameters)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_what_is_left_has_its_own_causes() -> None:
     layer = layer_of()
     made = cut_layer(whole().merge(3), layer)
@@ -245,6 +247,8 @@ def test_the_mean_of_other_heads_than_queries_read() -> None:
     assert causes == []
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_equal_kv_heads_are_the_same_function() -> None:
     layer = cut_layer(whole().merge(3), layer_of())
     copied = cut_layer(LayerCut(HEADS, 3).expand(6), layer)
@@ -252,6 +256,7 @@ def test_equal_kv_heads_are_the_same_function() -> None:
         assert headwise.compare(a, b).verdict.is_same
 
 
+@pytest.mark.slow
 def test_copies_with_another_fault_are_not_merged_again() -> None:
     layer = cut_layer(whole().merge(3).expand(6), layer_of())
     other = cut_layer(LayerCut(HEADS, 6).keep(range(HEADS)), layer)

@@ -138,6 +138,7 @@ def test_tiled_kv_heads_of_scores_and_head_outputs_are_one_cause() -> None:
     assert named.stages == ("scores", "head outputs")
 
 
+@pytest.mark.slow
 def test_separate_mistakes_are_all_named() -> None:
     right = layer("mha")
     weights = right.all_weights()
@@ -182,6 +183,7 @@ def test_a_projection_loaded_as_another_one_is_named(source_dim: int | None, pai
         assert cause.parameters == {"roles": role, "source": source}
 
 
+@pytest.mark.slow
 def test_two_mistakes_in_the_same_rows_are_both_named() -> None:
     right = layer("gqa-rotary")
     weights = right.all_weights()

@@ -55,11 +55,13 @@ def test_a_hook_of_the_first_is_a_factor() -> None:
     assert [name for name, _ in causes(hooked, original)] == ["factor"]
 
 
+@pytest.mark.slow
 def test_two_layers_with_the_same_hook() -> None:
     hooked = with_hook(layer(), "v", lambda output: 0.6 * output)
     assert compare(copy.deepcopy(hooked), hooked)
 
 
+@pytest.mark.slow
 def test_another_factor_than_that_of_the_hook_is_no_missing_call() -> None:
     original = layer()
     mine = with_hook(original, "v", lambda output: 0.7 * output)

@@ -67,6 +67,7 @@ def test_the_part_is_named(part: str, names: tuple[str, ...], head: int, shows: 
     assert not result.left.cells_beyond_rounding
 
 
+@pytest.mark.slow
 def test_slopes_of_the_first_head() -> None:
     model = model_of(**ALIBI)
     faulty = model.with_slopes(torch.full((HEADS,), SLOPES[0]))

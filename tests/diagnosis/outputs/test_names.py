@@ -229,6 +229,7 @@ def test_outputs_are_read_where_they_differ_alone(factor: float) -> None:
     assert is_same == (max(batches) < FEWEST)
 
 
+@pytest.mark.slow
 def test_a_head_of_zeros_is_named_where_nothing_can_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
