@@ -54,6 +54,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("slow")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test comes first, so that no worker waits for it at the end."""
+    items.sort(key=lambda item: "README.md" not in item.nodeid)
+
+
 def pytest_collection() -> None:
     gc.disable()  # nothing of what is collected goes
 

@@ -172,7 +172,7 @@ def test_a_residual_hides_how_near_another_cause_is(layer: Attention) -> None:
     assert names == {"heads interleaved", "residual inside"}
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_three_faults_are_not_forced_into_two(layer: Attention) -> None:
     faulty = port_of(layer, scale=0.2, theta=5e5, gain=2.0, cap=2.0)
     diagnosis = compare_among(NAMES, faulty, layer)

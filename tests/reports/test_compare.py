@@ -13,7 +13,7 @@ import torch
 from headwise.reports.page import save_scan_page
 from headwise.scanning.layer import HEAD_DISTANCE
 from headwise.scanning.result import HeadScan
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.accessibility import small_targets, violations
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import RANKS, viewer_report, viewer_scan
@@ -276,7 +276,7 @@ VIEWS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("view", others_slow(VIEWS, "layers"))
-@pytest.mark.parametrize("scheme", others_slow(["light", "dark"], "light"))
+@pytest.mark.parametrize("scheme", others_extra(["light", "dark"], quick=["light"]))
 def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str, view: str) -> None:
     with browser.open(path, color_scheme=scheme) as opened:
         opened.page.evaluate(VIEWS[view])
@@ -432,7 +432,7 @@ def open_two(browser: Chromium, folder: Path, width: int, height: int, **names: 
     return browser.open(path, width=width, height=height, address="#p=map")
 
 
-@pytest.mark.parametrize(("width", "height", "least"), others_slow(WINDOWS, *WINDOWS[:2]))
+@pytest.mark.parametrize(("width", "height", "least"), others_extra(WINDOWS, quick=WINDOWS[:2]))
 def test_two_maps_are_as_large_as_their_room(
     browser: Chromium, tmp_path: Path, width: int, height: int, least: int
 ) -> None:

@@ -18,7 +18,7 @@ from headwise.models import tiny
 from headwise.reports.images import viridis_colour
 from headwise.reports.page import save_scan_page
 from headwise.scanning.result import HeadScan
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import WORDS, turned, viewer_report, viewer_scan
 
@@ -322,7 +322,9 @@ def test_maps_side_by_side_are_two(opens: Any, tmp_path: Path) -> None:
 # ---- all heads, and a token ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("statistic", others_slow(["previous_token", "entropy"], "entropy"))
+@pytest.mark.parametrize(
+    "statistic", others_extra(["previous_token", "entropy"], quick=["entropy"])
+)
 def test_all_heads_have_their_values_and_the_scale(
     opens: Any, scans: dict[str, HeadScan], tmp_path: Path, statistic: str
 ) -> None:
@@ -544,7 +546,7 @@ def test_the_lines_of_a_difference_draw_its_two_maps(opens: Any, saved: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "statistic", others_slow(["induction", "entropy", "effective_keys"], "entropy")
+    "statistic", others_extra(["induction", "entropy", "effective_keys"], quick=["entropy"])
 )
 def test_the_line_of_all_heads_draws_them(opens: Any, saved: Any, statistic: str) -> None:
     opened = opens("long")

@@ -48,7 +48,7 @@ WINDOWS = [(1280, 720), (1366, 768), (1440, 900), (1920, 1080)]
 
 
 @pytest.mark.parametrize("page", others_slow(["path", "large"]))
-@pytest.mark.parametrize(("width", "height"), others_slow(WINDOWS, (1280, 720)))
+@pytest.mark.parametrize(("width", "height"), others_extra(WINDOWS, quick=[(1280, 720)]))
 def test_the_map_takes_a_fifth_of_the_window_beside_the_text(
     browser: Chromium, request: pytest.FixtureRequest, page: str, width: int, height: int
 ) -> None:
@@ -68,7 +68,7 @@ def test_the_heads_take_no_more_than_they_need(browser: Chromium, path: Path) ->
         assert text[1] - cells[3] < 16
 
 
-@pytest.mark.parametrize("width", others_slow([1440, 900, 390], 390))
+@pytest.mark.parametrize("width", others_extra([1440, 900, 390], quick=[390]))
 def test_cards_are_one_row_that_scrolls(browser: Chromium, path: Path, width: int) -> None:
     with browser.open(path, width=width, height=844) as opened:
         cards = opened.page.locator("[data-part=standouts] button")
@@ -121,7 +121,7 @@ def test_what_is_said_about_the_page_moves_nothing(browser: Chromium, path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", others_slow(["layers", "links"]))
-@pytest.mark.parametrize("width", others_slow([900, 1280, 1440], 900))
+@pytest.mark.parametrize("width", others_extra([900, 1280, 1440], quick=[900]))
 def test_every_column_of_twelve_heads_is_in_sight(
     browser: Chromium, large: Path, width: int, order: str
 ) -> None:

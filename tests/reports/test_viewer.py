@@ -11,7 +11,7 @@ import torch
 from headwise.reports.images import viridis_colour
 from headwise.reports.page import save_scan_page
 from headwise.scanning.result import HeadScan
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import WORDS, viewer_report, viewer_scan
 
@@ -452,7 +452,7 @@ def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", others_slow([1150, 800], 1150))
+@pytest.mark.parametrize("width", others_extra([1150, 800], quick=[1150]))
 def test_a_lit_token_moves_nothing(browser: Chromium, path: Path, width: int) -> None:
     with browser.open(path, width=width) as opened:
         choose(opened, 1, 1)

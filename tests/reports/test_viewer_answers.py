@@ -16,7 +16,7 @@ from headwise.reports.page import save_scan_page
 from headwise.reports.report import ScanReport
 from headwise.scanning.layer import ScannedText
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 
@@ -97,7 +97,7 @@ def percent(share: float) -> str:
 
 
 @pytest.mark.parametrize("direction", others_slow(DIRECTIONS))
-@pytest.mark.parametrize("token", others_slow([0, 17, 52, LENGTH - 1], 17))
+@pytest.mark.parametrize("token", others_extra([0, 17, 52, LENGTH - 1], quick=[17]))
 def test_the_map_answers_with_every_weight(
     opened: Opened, single: Read, token: int, direction: str
 ) -> None:
@@ -203,7 +203,9 @@ def mean_of_block(matrix: AttentionMatrix, row: int, size: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, -length % size)).unflatten(1, (-1, size)).sum(2)
 
 
-@pytest.mark.parametrize("length", others_slow([129, 200, 511, 512, 513, 1000, 16_384], 513))
+@pytest.mark.parametrize(
+    "length", others_extra([129, 200, 511, 512, 513, 1000, 16_384], quick=[513])
+)
 def test_200_places_of_the_map_are_those_of_the_matrix(
     browser: Chromium, tmp_path: Path, length: int
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from headwise.reports import page as scan_page
 from headwise.reports.page import render_scan_page, save_scan_page
-from tests.quick import others_slow
+from tests.quick import others_extra
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import SCALARS, gpt2_sized, large, viewer_report, viewer_scan
 
@@ -22,8 +22,8 @@ MOST_PAGES = 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", others_slow([1400, 900, 390], 390))
-@pytest.mark.parametrize("scheme", others_slow(["light", "dark"], "light"))
+@pytest.mark.parametrize("width", others_extra([1400, 900, 390], quick=[390]))
+@pytest.mark.parametrize("scheme", others_extra(["light", "dark"], quick=["light"]))
 def test_widths(browser: Chromium, path: Path, width: int, scheme: str) -> None:
     touch = width == 390
     with browser.open(path, width=width, color_scheme=scheme, has_touch=touch) as opened:
@@ -41,7 +41,7 @@ def test_widths(browser: Chromium, path: Path, width: int, scheme: str) -> None:
         assert opened.complaints == []
 
 
-@pytest.mark.parametrize("width", others_slow([1400, 1100], 1100))
+@pytest.mark.parametrize("width", others_extra([1400, 1100], quick=[1100]))
 def test_every_way_in_is_in_sight(browser: Chromium, tmp_path: Path, width: int) -> None:
     """A scan in which a head stands out by each statistic."""
     scan = viewer_scan()

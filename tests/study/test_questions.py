@@ -65,19 +65,12 @@ def apart(ours: Any, theirs: Any, where: str = "") -> list[str]:
 
 
 # Those that train or time for long.
-SLOW = (
-    "packing",
-    "weights-of-one",
-    "learning",
-    "axis-order",
-    "must-divide",
-    "implementations",
-    "same-function",
-)
+SLOW = ("packing", "learning", "axis-order", "must-divide", "implementations")
+EXTRA = ("weights-of-one", "same-function")
 
 
 @pytest.mark.parametrize(
-    "name", others_extra(catalogue.IDS, *SLOW[:-1], quick={*catalogue.IDS} - {*SLOW})
+    "name", others_extra(catalogue.IDS, *SLOW, quick={*catalogue.IDS}.difference(SLOW, EXTRA))
 )
 def test_it_is_borne_out_and_the_documentation_has_its_numbers(name: str) -> None:
     question = load_question(name)

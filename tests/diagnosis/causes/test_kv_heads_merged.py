@@ -165,7 +165,8 @@ def test_a_fitted_output_projection_is_not_explained() -> None:
     assert "nothing explains output" in str(diagnosis)
 
 
-@pytest.mark.parametrize("dtype", others_extra([torch.bfloat16, torch.float32]))
+@pytest.mark.extra
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_means_are_rounded_to_the_dtype_of_the_weights(dtype: torch.dtype) -> None:
     """Else nothing is exact: the coarse rounding of a dtype is believed where all is explained."""
     model = FAMILIES["llama"]()
