@@ -284,7 +284,8 @@ def test_answers_are_inflated_while_nothing_is_asked(browser: Chromium, blocks: 
     """A quiet page needs its blobs no more."""
     token = 99
     with browser.open(blocks.path, address=f"#s=entropy&h=0.0&t={token}") as opened:
-        opened.page.wait_for_timeout(1000)
+        opened.poll("headwise.app.ahead.has(0)")
+        opened.page.evaluate("headwise.app.ahead.get(0).then(() => null)")
         gone = (
             "document.querySelectorAll('[data-blob^=\"0/top\"]').forEach((each) => each.remove())"
         )
@@ -347,7 +348,7 @@ def test_by_touch(browser: Chromium, sentence: Read) -> None:
         session = page.context.new_cdp_session(page)
         touch = {"type": "touchStart", "touchPoints": [point]}
         session.send("Input.dispatchTouchEvent", touch)
-        page.wait_for_timeout(700)
+        opened.wait(f"s.second === {SUITCASE}")
         session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
         shown = answers(opened, IT, SUITCASE)
         assert opened.state()["token"] == IT
