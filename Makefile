@@ -1,7 +1,7 @@
 # make demo    trained models read, head by head, then the study: as tables and as pages
 # make test    the tests, but for the slow ones
-# make suite   all tests
-# make check   the one gate: format, lint, types, floors, public names, all tests, docs
+# make check   the one gate: format, lint, types, floors, public names, docs, all tests but the extra ones
+# make suite   the extra tests: further families, dtypes and compilers, which `make check` leaves out
 # make api     write docs/api.json: public names, commands, JSON keys, exit statuses
 # make bench   the figures, on a machine that does nothing else
 # make bench-viewer  the page in a browser: sizes, first paint, frames
@@ -35,7 +35,7 @@ OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
 ENDS_TESTS := tests/contract tests/layers tests/function tests/matrix tests/paths
 
-.PHONY: demo test suite check lint api bench bench-viewer bench-surgery bench-compare bench-field bench-pruning browser pictures study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
+.PHONY: demo test tests suite check lint api bench bench-viewer bench-surgery bench-compare bench-field bench-pruning browser pictures study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
 .DEFAULT_GOAL := demo
 
 # Without bytecode on disk, each worker and each process that a test starts compiles all files anew.
@@ -49,8 +49,11 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" --hypothesis-profile=quick
 
+tests: $(READY)
+	$(BIN)/python -m pytest -m "not extra"
+
 suite: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m extra
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -66,7 +69,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "documentation: site/index.html"
 
-check: lint viewer-current suite docs
+check: lint viewer-current tests docs
 	@echo "check: everything passed"
 
 # The script and the style of the pages are in the package, so that installing it needs no Node.

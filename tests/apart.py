@@ -3,8 +3,6 @@
 A compiler cannot look through the checks of this run, and is to see what users have.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What every test starts from: one torch thread, fixed seeds, repeatable hypothesis."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os
@@ -48,6 +46,17 @@ def pytest_configure(config: pytest.Config) -> None:
     expected = os.environ.get("HEADWISE_EXPECTED_SOURCE")
     if expected and not (SOURCE and SOURCE.is_relative_to(expected)):
         raise pytest.UsageError(f"headwise comes from {SOURCE}, not from {expected}")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What is extra is slow, too: `-m "not slow"` leaves out both."""
+    if item.get_closest_marker("extra"):
+        item.add_marker("slow")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test comes first, so that no worker waits for it at the end."""
+    items.sort(key=lambda item: "README.md" not in item.nodeid)
 
 
 def pytest_collection() -> None:

@@ -1,7 +1,5 @@
 """Honest arithmetic, and the budgets that it must keep: what the tests of the budget share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a piece of code writes: the largest tensor that any torch operator in it returned."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

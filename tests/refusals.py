@@ -1,7 +1,5 @@
 """Tables of what is refused: each row is a call, its error, and words of the message."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

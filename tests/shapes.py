@@ -5,8 +5,6 @@ already, and the later calls of one test seldom have other axes than the first: 
 be a third of the time of the tests.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

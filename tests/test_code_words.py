@@ -1,7 +1,5 @@
 """Names and docstrings of the source in plain words, as far as they can be counted."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Masks, biases and matrices are values: a copy has its own tensors, a pickle has them all."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The habits of the house, as far as a machine can see them."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import re

@@ -1,7 +1,5 @@
 """A message shows a value in a few words, however large it is, and its advice works."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every mutant still fits the source of today, and docs/mutants.md tells of every one."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

@@ -1,7 +1,5 @@
 """An error as IPython prints it: the caller's lines and the message, without inner frames."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import dedent
 

@@ -1,7 +1,5 @@
 """Files and names of headwise in the documentation, in examples and in docstrings exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Two files of proofs: every difference is printed with its size."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -7,8 +7,6 @@ and does not run here: the tests of sharding run such calls. A shell block with 
 well: it holds commands of headwise. Of the others, each command must exist.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import doctest
@@ -30,6 +28,7 @@ import pytest
 
 from headwise.errors import OptionError
 from headwise.layouts.registry import catalogue_by_family
+from tests.quick import others_extra
 from tests.root import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.joinpath("docs").rglob("*.md"))]
@@ -142,9 +141,12 @@ def unknown_commands(code: str) -> Iterator[str]:
             yield command
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # x-transformers' own, at its import
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    others_extra(PAGES, *(page for page in PAGES if page.stem not in ("prune", "implementations"))),
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_every_block_runs_and_prints_what_the_page_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,5 @@
 """The shapes in the annotations are checked in this very run. This is what proves it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from jaxtyping import TypeCheckError

@@ -1,7 +1,5 @@
 """The documentation as a site: the search, the filter boxes, narrow screens; in a real browser."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The notebook of the documentation, run by a kernel; and a kernel that answers the page."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What a user installs: the package, its types and its templates, and nothing of the repository."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

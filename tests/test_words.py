@@ -1,7 +1,5 @@
 """README and documentation are short, and so are their sentences."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import pairwise

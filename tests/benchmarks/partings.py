@@ -1,7 +1,5 @@
 """The parting of a good and a faulty layer, against the truth of the case."""
 
-from __future__ import annotations
-
 from benchmarks.faults.cases import CaseKey
 from benchmarks.faults.fault_case import (
     FaultCase,

@@ -1,7 +1,5 @@
 """The runner of the fault bench: one case of each suite; what the benchmarks print."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -20,7 +18,7 @@ from tests.root import ROOT
     [
         ("same", "bitwise copy"),
         ("same", "value bias in output bias"),
-        pytest.param("same", "same position offset of q and k", marks=pytest.mark.slow),
+        pytest.param("same", "same position offset of q and k", marks=pytest.mark.extra),
         ("subtle", "theta 1e4 for 5e5"),
         ("subtle", "window 8 for 9"),
         ("subtle", "one entry of bv"),
@@ -36,6 +34,7 @@ def test_one_case_is_selected_by_its_key(capsys: pytest.CaptureFixture[str]) -> 
     assert "1 of   1  scale" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_cases_of_one_seed_are_selected(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--suite", "single", "--fault", "residual inside", "--geometry", "mha"]
     main([*arguments, "--seed", "5", "--count", "1"])

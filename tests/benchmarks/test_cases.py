@@ -1,7 +1,5 @@
 """Cases of the fault bench: each fault acts, and acts first where its truth says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

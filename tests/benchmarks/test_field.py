@@ -1,7 +1,5 @@
 """The field bench: its formulas, its cases, and how an answer is judged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The call path stays short: Python frames that one eager call enters."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.frames import LIMITS, calls, count_frames

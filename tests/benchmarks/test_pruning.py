@@ -1,7 +1,5 @@
 """The plain recipe of taking heads out, on a small random encoder in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

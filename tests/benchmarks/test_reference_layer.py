@@ -1,7 +1,5 @@
 """The reference layer of the fault bench against torch, in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

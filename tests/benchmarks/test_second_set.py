@@ -1,7 +1,5 @@
 """Second set of the fault bench: each fault acts, and acts first where its truth says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small llama on the disk, and its weights in Meta's layout by a closed form."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

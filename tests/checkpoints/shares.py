@@ -1,7 +1,5 @@
 """Shares of a small llama, as the code of Meta and of Megatron divides it over processes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A config that says another function than a layout of its names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A layer of a stored model gives what the model's own module gives, to within rounding."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

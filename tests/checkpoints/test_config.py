@@ -1,7 +1,5 @@
 """What a config.json says: counts, layouts, and which layers rotate how."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,12 +1,11 @@
 """No field of a config changes the attention of a class without being read, or refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from headwise.checkpoints import config, defaults
+from tests.quick import others_extra
 from tools.config_fields import tried
 
 # model_type -> changes that are read, and changes that are refused by name
@@ -71,57 +70,17 @@ def test_defaults_are_of_types_that_load() -> None:
     assert {*defaults.DEFAULTS, *defaults.LOCAL_THETAS} <= config._KNOWN
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "bart",
-        "bert",
-        "beit",
-        "codegen",
-        "cohere",
-        "cohere2",
-        "deberta-v2",
-        "distilbert",
-        "ernie4_5",
-        "esm",
-        "falcon",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "gpt2",
-        "gpt_neo",
-        "gpt_neox",
-        "gpt_oss",
-        "granite",
-        "hunyuan_v1_dense",
-        "idefics2",
-        "lfm2",
-        "llama",
-        "mistral",
-        "modernbert",
-        "mpnet",
-        "mpt",
-        "mt5",
-        "mvp",
-        "nemotron",
-        "olmo",
-        "olmo3",
-        "phi",
-        "phi3",
-        "qwen2_moe",
-        "qwen2_vl",
-        "qwen3_next",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-        "t5",
-        "umt5",
-        "vit",
-        "wav2vec2",
-        "whisper",
-    ],
+KINDS = (
+    "bart bert beit codegen cohere cohere2 deberta-v2 distilbert ernie4_5 esm falcon "
+    "gemma2 gemma3_text glm gpt2 gpt_neo gpt_neox gpt_oss granite hunyuan_v1_dense "
+    "idefics2 lfm2 llama mistral modernbert mpnet mpt mt5 mvp nemotron olmo olmo3 phi "
+    "phi3 qwen2_moe qwen2_vl qwen3_next smollm3 stablelm starcoder2 t5 umt5 vit wav2vec2 "
+    "whisper"
 )
+IN_CHECK = "bart cohere2 gemma2 gpt2 gpt_oss llama mpt phi3 t5 vit wav2vec2"
+
+
+@pytest.mark.parametrize("kind", others_extra(KINDS.split(), *IN_CHECK.split()))
 def test_no_change_of_any_field_is_lost(kind: str) -> None:
     row = tried(kind)
     assert not row.lost

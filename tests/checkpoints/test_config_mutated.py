@@ -1,7 +1,5 @@
 """Configs mutated at random: every field is read as its type, or refused by its name."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

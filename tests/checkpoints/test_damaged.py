@@ -1,7 +1,5 @@
 """Files that are damaged, or no checkpoint: refused in three lines, before anything is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Files that state their layout, counts and function, and are refused where these are wrong."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Digests: a flipped bit, which no header of safetensors tells."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

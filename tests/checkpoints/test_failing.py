@@ -1,7 +1,5 @@
 """A target that cannot be written: nothing of it stays, and the source is as it was."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

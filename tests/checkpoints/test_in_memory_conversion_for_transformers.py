@@ -1,7 +1,5 @@
 """A model of weights that describe themselves gives what the model gives that they were made of."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model out of a folder: what is read, what is refused, and that nobody is asked for anything."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Weights with the arguments of their model: nanoGPT's ckpt.pt, and params.json as Meta has it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ What they say is what the safetensors library reads in them. A mutation may make
 whose name or whose numbers are others: then its conversion is that of these.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -225,6 +223,7 @@ def test_mutated_files(tmp_path: Path) -> None:
     assert min(converted, refused) > 60
 
 
+@pytest.mark.slow
 def test_mutated_files_of_several(tmp_path: Path) -> None:
     chance = random.Random(1)
     llamas.in_files(tmp_path / "whole")
@@ -246,6 +245,7 @@ def test_mutated_files_of_several(tmp_path: Path) -> None:
     assert min(counts.values()) > 5
 
 
+@pytest.mark.slow
 def test_what_we_read_the_library_reads(tmp_path: Path) -> None:
     """Every file that is accepted has the tensors that the library sees."""
     whole = llamas.one_file(tmp_path / "whole.safetensors").read_bytes()

@@ -1,7 +1,5 @@
 """Folders with pruned_heads, as transformers 4 wrote them: layers have other numbers of heads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Shares that do not make up a model are refused, and a division that does not come back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

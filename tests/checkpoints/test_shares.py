@@ -1,7 +1,5 @@
 """Checkpoints in shares of tensor-parallel processes: Meta's and Megatron's, joined and written."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A checkpoint in another layout: the right numbers, in the right files, and the way back."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """What a file of torch that holds more than a state_dict is answered with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """consolidated.00.pth and params.json, as the code that Meta published reads them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

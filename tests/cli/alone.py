@@ -1,7 +1,5 @@
 """One command as a test calls it, on a terminal of 80 columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``headwise scan`` as a test calls it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from headwise.cli.scan import scan

@@ -1,7 +1,5 @@
 """``headwise compare``: the page and the JSON of a comparison."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

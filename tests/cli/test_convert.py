@@ -1,7 +1,5 @@
 """``headwise convert``: what it prints, what it reads from the config, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

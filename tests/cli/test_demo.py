@@ -1,7 +1,5 @@
 """``headwise demo``: what it prints, what it writes, and how it fails."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -102,6 +100,7 @@ def test_both_scans_are_printed_and_the_page_shows_both(
     assert "The same function. In all 1 layers" in "\n".join(lines[second:])
 
 
+@pytest.mark.slow
 def test_json_is_all_of_standard_output(reads: object, report: ScanReport, tmp_path: Path) -> None:
     out, err = run("--json", "--out", str(tmp_path / "page.html"))
     found = json.loads(out)
@@ -165,7 +164,7 @@ def test_a_folder_is_refused_as_a_page(tmp_path: Path, asked: list[ScanOptions])
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_command_itself(tmp_path: Path) -> None:
     try:
         minilm.model_folder()

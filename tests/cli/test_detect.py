@@ -1,7 +1,5 @@
 """``headwise detect``: one layout, several, or none, and what decides."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The exit statuses are the same for every command: 0 yes, 1 no, 2 wrong use, 3 undecided."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -102,6 +100,7 @@ def test_detect(status: Status, place: Path, tmp_path: Path) -> None:
     assert status("detect", changed(place, model_type="gptj")) == UNDECIDED
 
 
+@pytest.mark.slow
 def test_compare(status: Status, place: Path, tmp_path: Path) -> None:
     assert status("compare", place, place) == YES
     assert status("compare", place, place, "--layer", 0) == YES

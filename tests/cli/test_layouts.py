@@ -1,7 +1,5 @@
 """``headwise layouts``: the list, one of them drawn, and near names for those that are none."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

@@ -1,7 +1,5 @@
 """The command line's frame: version, and how an error is spoken."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 

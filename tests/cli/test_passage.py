@@ -1,7 +1,5 @@
 """What a scan reads: the very tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

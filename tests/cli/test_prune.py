@@ -1,7 +1,5 @@
 """``headwise prune``: plan, folder, page, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.surgery import Cut, effects
 from headwise.surgery.stored import read_lines
 from tests.huggingface.stored import WORDS, stored
+from tests.quick import others_extra
 from tests.surgery.families import FAMILIES, without
 
 runner = CliRunner()
@@ -56,6 +55,7 @@ def refused(*arguments: object) -> HeadwiseError:
     return error
 
 
+@pytest.mark.slow
 def test_plain_transformers_loads_the_smaller_model(
     folders: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
@@ -157,8 +157,7 @@ def test_a_number_of_heads_that_the_class_refuses_names_those_that_fit(
     assert "--keep 0.5" in error.lines(output.option_text)[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["full", pytest.param("headwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", others_extra(["full", "headwise"]))
 def test_the_two_ways_on(folders: dict[str, Path], data: Path, tmp_path: Path, form: str) -> None:
     out = tmp_path / "new"
     text = run(folders["bert"], "--data", data, "--out", out, "--form", form, "--json")

@@ -1,7 +1,5 @@
 """``headwise regroup``: plan, folder, page, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -44,6 +42,7 @@ def run(*arguments: object) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_plain_transformers_loads_fewer_kv_heads(
     folders: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
@@ -67,7 +66,7 @@ def test_plain_transformers_loads_fewer_kv_heads(
     assert "LlamaForCausalLM.from_pretrained" in page
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_class_without_kv_heads_has_copies(
     folders: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:

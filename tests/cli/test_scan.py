@@ -1,7 +1,5 @@
 """``headwise scan``: what it prints and writes, and what it refuses before it works."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -122,6 +120,7 @@ def test_json_is_all_of_standard_output(model: Path, text: Path) -> None:
     assert err.rstrip().endswith(str(Path.cwd() / "p.html"))
 
 
+@pytest.mark.slow
 def test_tokens_of_a_file(model: Path) -> None:
     Path("ids.txt").write_text("[2, 5, 6,\n7 8 3]", "utf-8")
     out, _ = run(model, "--tokens", "ids.txt", "--json")
@@ -130,6 +129,7 @@ def test_tokens_of_a_file(model: Path) -> None:
     assert json.loads(out)["read"]["what"] == "ids.txt, the first 4 of 6 tokens"
 
 
+@pytest.mark.slow
 def test_random_tokens_and_the_same_again(tmp_path: Path) -> None:
     folder = stored(tmp_path / "gpt2", gpt2(), with_tokenizer=False)
     out, _ = run(folder, "--random-repeats", "--json")

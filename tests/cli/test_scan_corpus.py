@@ -1,7 +1,5 @@
 """``headwise scan --out``: what is kept, what goes on after an interruption, what is refused."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -96,6 +94,7 @@ def test_a_corpus_needs_a_folder(model: Path, texts: Path, text: Path) -> None:
     assert refused(model, "--text", text, "--text", text).saw == "several texts, and no --out"
 
 
+@pytest.mark.slow
 def test_an_empty_text_is_named_or_left_out(model: Path, texts: Path) -> None:
     more = texts / "deep"
     more.mkdir()
@@ -137,6 +136,7 @@ def test_a_folder_of_another_scan(model: Path, text: Path) -> None:
     assert everything_in(Path("kept")) == before
 
 
+@pytest.mark.slow
 def test_a_damaged_part_is_named(model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(model, "--text", texts, "--out", "kept", "--stats", "entropy", "--page", "p.html")
     before = everything_in(Path("kept"))
@@ -157,6 +157,7 @@ def test_a_damaged_part_is_named(model: Path, texts: Path, monkeypatch: pytest.M
     assert everything_in(Path("kept")) == before
 
 
+@pytest.mark.slow
 def test_hidden_files_are_no_texts(model: Path, texts: Path) -> None:
     """Editors and archives leave copies of a text under names that begin with a dot."""
     for name in ("._0.txt", ".checkpoints/0.txt"):
@@ -175,6 +176,7 @@ def test_a_byte_order_mark_is_no_token(model: Path, texts: Path) -> None:
     assert json.loads(run(model, *options)[0])["heads"] == heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stored", "heads"), others_slow([("none", "1.0"), ("all", "all")]))
 def test_the_command_for_more_single_tokens_runs(
     model: Path, texts: Path, stored: str, heads: str

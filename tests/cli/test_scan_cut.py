@@ -1,7 +1,5 @@
 """``headwise scan`` of folders of cut models: heads have their original numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +45,7 @@ def scanned(folder: str | Path) -> list[dict[int, float]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_smaller_model() -> None:
     write_cut("plain", keep)
     before, after = scanned("source"), scanned("smaller")

@@ -1,7 +1,5 @@
 """``headwise scan`` of folders whose tensors are not those that the model has."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -224,6 +222,7 @@ def test_a_model_that_computes_nan(tmp_path: Path) -> None:
     assert {head["effective_rank"] for head in content["heads"]} == {None}
 
 
+@pytest.mark.slow
 def test_top_keys_of_all_heads_or_of_none(tmp_path: Path) -> None:
     folder = llama(tmp_path / "m")
     for word, count in {"all": 2, "none": 0, "1.5": 1}.items():
@@ -232,6 +231,7 @@ def test_top_keys_of_all_heads_or_of_none(tmp_path: Path) -> None:
         assert len([n for n in stored_names if "top_keys" in n and n.endswith("key")]) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "most_rows", "ranks"),
     [((), 2 * 6 * READ, 4), ((), 2 * 6 * READ - 1, 0), (("--top-keys", "all"), 0, 4)],

@@ -1,7 +1,5 @@
 """``headwise scan`` of a corpus by parts and in several processes, also where one is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -19,6 +17,7 @@ from headwise.cli.output import NO, YES
 from headwise.errors import OptionError
 from headwise.scanning import merge_parts, open_model, read_texts, scan_part, workers
 from tests.cli.scan_command import invoke, refused, run
+from tests.quick import others_extra
 from tests.root import ROOT
 
 TEXTS, LONGEST = 8, 240.0  # seconds that anything may take on a busy machine
@@ -124,8 +123,11 @@ def test_work_that_cannot_be_shared_is_refused() -> None:
 # ---- several processes ---------------------------------------------------------------------------
 
 
-def begun(*options: object) -> subprocess.Popen[str]:
-    """A scan over two processes, once the first text is done."""
+def begun(*options: object) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A scan over two processes, once one of them has done a text; the other one is suspended.
+
+    So the command cannot end before the test goes on, on whatever machine.
+    """
     command = [sys.executable, "-m", "headwise", "scan", *OPTIONS, "--out", "out", *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
     child = subprocess.Popen(
@@ -135,8 +137,11 @@ def begun(*options: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_until(lambda: bool(parts()) or child.poll() is not None)
-    return child
+    wait_until(lambda: len(workers_of(child)) == 2)
+    running, held = workers_of(child)
+    held.suspend()
+    wait_until(lambda: bool(parts()))
+    return child, [running, held]
 
 
 def wait_until(is_so: object) -> None:
@@ -154,9 +159,9 @@ def workers_of(child: subprocess.Popen[str]) -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_a_killed_process_costs_its_text_and_the_same_command_resumes() -> None:
-    child = begun("--processes", 2)
-    killed, _ = workers_of(child)
+    child, [killed, held] = begun("--processes", 2)
     killed.kill()
+    held.resume()
     _, err = child.communicate(timeout=LONGEST)
     assert child.returncode in (YES, NO), err  # it may have been between two texts
     lost = [f"{n}.txt" for n in range(TEXTS) if not list(Path("out").glob(f"parts/0000{n}-*"))]
@@ -171,18 +176,13 @@ def test_a_killed_process_costs_its_text_and_the_same_command_resumes() -> None:
     assert content("out") == content("one")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", others_extra([signal.SIGINT, signal.SIGKILL]))
 def test_no_process_outlives_the_command(number: signal.Signals) -> None:
     write_texts(range(TEXTS, 5 * TEXTS))
-    child = begun("--processes", 2)
-    running = workers_of(child)
-    for process in running:  # else a busy machine may scan all texts before the signal
-        process.suspend()
+    child, running = begun("--processes", 2)
     child.send_signal(number)
     if number == signal.SIGKILL:  # the command ends no process that scans; each sees it gone
-        for process in running:
-            process.resume()
+        running[1].resume()
     _, err = child.communicate(timeout=LONGEST)
     wait_until(lambda: not any(process.is_running() for process in running))
     if number == signal.SIGINT:

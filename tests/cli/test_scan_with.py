@@ -1,7 +1,5 @@
 """``headwise scan A --with B``: a model that was saved twice, and texts that are compared."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -96,10 +94,8 @@ def require_found(old: Path, new: Path, first: int, *arguments: object) -> dict[
     return content
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["before its attention", pytest.param("after its attention", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["before its attention", "after its attention"])
 def test_a_halved_norm_is_found(tmp_path: Path, case: str) -> None:
     make, weight, first = MODELS[case]
     old = stored(tmp_path / "old", make(), with_tokenizer=False)
@@ -163,6 +159,7 @@ def test_two_texts_of_one_model_are_compared(tmp_path: Path) -> None:
     assert "two.txt" in content["read"]["what"]
 
 
+@pytest.mark.slow
 def test_what_with_cannot_be_compared_with_is_refused(tmp_path: Path) -> None:
     folder = stored(tmp_path / "model", bert())
     for name in ("a", "b"):

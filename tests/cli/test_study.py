@@ -1,7 +1,5 @@
 """``headwise study``: what it prints, what it writes, and how it fails."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

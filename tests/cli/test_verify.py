@@ -1,7 +1,5 @@
 """``headwise verify``: the same function or not, in words and in the exit status."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Products with an identity matrix are exact, so the layer's output must be the he
 reference, and the budget of the head outputs applies to it as it is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Clause 1: the output does not depend on the path."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

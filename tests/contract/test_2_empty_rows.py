@@ -1,7 +1,5 @@
 """Clause 2: a query that may attend to nothing has zero weights, zero outputs, finite gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

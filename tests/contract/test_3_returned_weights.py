@@ -1,7 +1,5 @@
 """Clause 3: returned weights are those before dropout, differentiable, and rows sum to 1."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

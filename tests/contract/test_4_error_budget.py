@@ -1,7 +1,5 @@
 """Clause 4: the error against float64, on long rows and through the layer's own projections."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

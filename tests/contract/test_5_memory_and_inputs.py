@@ -1,7 +1,5 @@
 """Clause 5: nothing of queries x keys unless it was asked for, and no input is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

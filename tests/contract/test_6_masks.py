@@ -1,7 +1,5 @@
 """Clause 6: a mask carries its polarity and its axes; floats mask by -inf alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

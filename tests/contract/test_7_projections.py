@@ -1,7 +1,5 @@
 """Clause 7: the drop-in is torch's, nothing more; every projection that is a module is called."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

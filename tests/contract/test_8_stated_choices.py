@@ -1,7 +1,5 @@
 """Clause 8: the choices that docs/contract.md writes out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """A comparison in which a few causes alone are tried, for tests of one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Functions as subjects of a comparison: NumPy, no mask, failures and state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

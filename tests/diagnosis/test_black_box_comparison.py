@@ -1,7 +1,5 @@
 """Probes of a function that no cause explains: the tokens it mixes, its values, its weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

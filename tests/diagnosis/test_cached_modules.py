@@ -1,7 +1,5 @@
 """Attention modules of transformers, and layers, that are called with their caches."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -96,6 +94,7 @@ def test_a_module_with_its_caches_is_what_its_weights_state(
     assert torch.allclose(subject.output(inputs), whole, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_modules_that_decode_are_called_with_a_cache_without_being_asked_to() -> None:
     """OPT multiplies its queries by the scale itself, so recorded queries are no rotated ones."""
     torch.manual_seed(0)
@@ -262,6 +261,7 @@ def test_no_mask_beside_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name, parameters) == ("causal mask missing", {"calls": "with a cache"})
 
 
+@pytest.mark.slow
 def test_padding_that_later_calls_see(monkeypatch: pytest.MonkeyPatch) -> None:
     module, layer = pair()
     monkeypatch.setattr(llama, "eager_attention_forward", attend_without("padding"))
@@ -273,6 +273,7 @@ def test_padding_that_later_calls_see(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name, parameters) == ("left padding in decoding", {"padding": "mask ignored"})
 
 
+@pytest.mark.slow
 def test_a_layer_with_its_cache_beside_another() -> None:
     torch.manual_seed(0)
     options = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "window": (WINDOW - 1, 0)}

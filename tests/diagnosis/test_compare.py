@@ -1,7 +1,5 @@
 """`compare`: each verdict on layers and functions whose relation is known."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +52,7 @@ def test_interleaved_layers_keep_the_order_of_their_channels() -> None:
     assert not measure_gaps(subject.model, [call]).cells_beyond_rounding
 
 
+@pytest.mark.slow
 def test_a_scale_that_was_folded_into_float32_weights_is_the_same_function() -> None:
     """A third is rounded in each weight, by more than the float64 run rounds."""
     a = layer()
@@ -119,6 +118,7 @@ def test_permuted_heads_are_the_same_function_with_other_weights() -> None:
     assert compare(a, b).verdict is Verdict.OTHER_WEIGHTS
 
 
+@pytest.mark.slow
 def test_one_token_cannot_show_another_scale() -> None:
     a, b = pair({"scale": 0.2}, {"scale": 0.9})
     diagnosis = compare(a, b, torch.randn(2, 1, WIDTH))
@@ -187,6 +187,7 @@ def test_a_function_without_the_window_of_a_layer_differs(window: object, withou
         assert diagnosis.verdict is (Verdict.SAME if port is b else Verdict.DIFFERENT), diagnosis
 
 
+@pytest.mark.slow
 def test_a_window_that_no_input_reaches_is_inconclusive_beside_a_function() -> None:
     b = layer(window=(4095, 0))
     diagnosis = compare(lambda x, mask=None: b(x, mask=mask_of(mask)), b)
@@ -256,7 +257,6 @@ PORTS: dict[str, Callable[[Attention, Tensor, Tensor | None, Tensor | None], Ten
     ("name", "is_searched"),
     [
         *((name, False) for name in PORTS),
-        ("the mask ignored", True),
         *(pytest.param(name, True, marks=pytest.mark.slow) for name in PORTS),
     ],
 )
@@ -377,12 +377,13 @@ def test_layers_of_other_sizes_are_told_by_their_sizes(
     assert f"{stage} has {numbers[1].split()[0]}" in swapped.answer
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_other_numbers_of_kv_heads_are_told() -> None:
     a, b = Attention(WIDTH, 4, num_kv_heads=2), Attention(WIDTH, 4, num_kv_heads=4)
     assert "k: 2 heads against 4" in str(compare(a, b))
 
 
+@pytest.mark.slow
 def test_what_the_inputs_could_not_have_shown_is_listed() -> None:
     a = layer(window=(7, 0), rotary=Rotary())
     diagnosis = compare(lambda x: a(x), a, 0.2 * torch.randn(2, 16, WIDTH))
@@ -438,6 +439,7 @@ def test_another_number_of_heads_is_named_with_a_bias_by_distance() -> None:
     assert [cause.name for cause in diagnosis.function.causes] == ["number of heads"]
 
 
+@pytest.mark.slow
 def test_kv_heads_that_are_repeated_in_the_weights_are_the_same_function() -> None:
     torch.manual_seed(0)
     a, b = Attention(24, 6, num_kv_heads=2, head_dim=5), Attention(24, 6, head_dim=5)

@@ -1,7 +1,5 @@
 """`compare` on whole models of transformers and on their attention modules."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,6 +114,7 @@ def test_every_attention_of_a_model_is_read_as_data(name: str) -> None:
     assert len(comparison.layers) == counts[name]
 
 
+@pytest.mark.slow
 def test_another_theta_is_named_in_every_layer() -> None:
     good, ported = llama(), llama(theta=5e5)
     ported.load_state_dict(good.state_dict())
@@ -170,6 +169,7 @@ def test_documents_of_a_row_that_see_each_other_are_named() -> None:
         assert other.note.endswith(seen.format(side))
 
 
+@pytest.mark.slow
 def test_a_fault_in_one_layer_is_not_seen_in_those_after_it() -> None:
     good = llama()
     ported = copy.deepcopy(good)
@@ -292,6 +292,7 @@ def test_a_causal_module_beside_a_layer_that_takes_the_mask_from_its_caller() ->
     assert forgot.function.cause_names == ["causal mask missing"]
 
 
+@pytest.mark.slow
 def test_a_module_alone_has_the_window_of_its_config() -> None:
     torch.manual_seed(0)
     module = (
@@ -456,6 +457,7 @@ def test_a_fault_of_torchs_own_layer_is_placed_in_it(batch_first: bool) -> None:
     assert not diagnosis.model.difference_outside_attention
 
 
+@pytest.mark.slow
 def test_a_source_of_another_name_is_passed_to_a_module() -> None:
     sizes = {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
     cross = {"cross_hidden_size": 24} | {f"cross_{name}": size for name, size in sizes.items()}
@@ -473,6 +475,7 @@ def test_a_source_of_another_name_is_passed_to_a_module() -> None:
     assert not compare(module, layer).verdict.is_same
 
 
+@pytest.mark.slow
 def test_cross_attention_of_torch_is_compared_with_its_weights() -> None:
     torch.manual_seed(0)
     good = nn.Transformer(32, 4, 2, 2, 64, batch_first=True).eval()
@@ -511,6 +514,7 @@ def test_a_window_that_no_input_reaches_is_inconclusive() -> None:
     assert diagnosis.verdict is Verdict.DIFFERENT
 
 
+@pytest.mark.slow
 def test_a_dropout_shows_in_training_alone() -> None:
     first, second = mistral(30, dropout=0.2).train(), mistral(30).train()
     diagnosis, _ = compared(first, second)
@@ -634,6 +638,7 @@ RESULTS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", others_slow(RESULTS, "a dict with a scalar first"))
 def test_outputs_of_other_names_are_compared(form: str) -> None:
     good = llama()

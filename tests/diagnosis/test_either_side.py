@@ -1,7 +1,5 @@
 """Causes in either of the two: a part that one has and the other lacks, and who has it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +64,8 @@ def test_a_part_that_one_of_two_layers_lacks(part: str) -> None:
     assert only_cause(compare(have, lack)).name == unexpected.get(name, name)
 
 
-@pytest.mark.parametrize("part", ["rotary", pytest.param("alibi", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["rotary", "alibi"])
 def test_a_part_that_only_a_function_has(part: str) -> None:
     options, name = PARTS[part]
     have, lack = pair(options)

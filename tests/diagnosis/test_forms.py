@@ -3,11 +3,8 @@
 Each is compared, or refused with a sentence that helps.
 """
 
-from __future__ import annotations
-
 import copy
 import math
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +200,7 @@ def test_masks_of_other_shapes_are_tried(port: Callable[..., Any]) -> None:
     assert tuple(words for words in (CAUSAL_MASK, PADDING) if words in probes) == MASKS[port]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_mask_of_another_shape_shows_a_fault() -> None:
     progress = interrupt_at("trying mask added as 0/1")  # which comes after it
@@ -211,6 +209,7 @@ def test_a_mask_of_another_shape_shows_a_fault() -> None:
     assert "padding ignored" in function.cause_names_with_equals[0]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_code_for_arrays_may_run_on_tensors_until_it_meets_a_mask() -> None:
     def port(x: Any, mask: Any = None) -> Any:
@@ -245,6 +244,7 @@ def hides_where_true(x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
     return attend(x, 0.0 if attn_mask is None else hide(~attn_mask))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_mask_of_another_name_is_not_guessed() -> None:
     function = compare(hides_where_true, LAYER).function
@@ -309,14 +309,14 @@ def test_your_inputs_take_another_form_too() -> None:
         compare(table_of_sixteen, LAYER, Inputs(x))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_slow_function_is_run_on_each_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("layers", "probes", "subjects.function"):
-        monkeypatch.setattr(f"headwise.diagnosis.{module}.SLOW", 0.01)
+        monkeypatch.setattr(f"headwise.diagnosis.{module}.SLOW", 0.0)
     calls: list[tuple[int, ...]] = []
 
     def slow(x: Tensor, mask: Tensor | None = None) -> Tensor:
-        time.sleep(0.02)
         calls.append(tuple(x.shape))
         return attend(x, 0.0 if mask is None else hide(mask))
 

@@ -1,7 +1,5 @@
 """A long window and a large softcap that a function alone has show in further inputs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

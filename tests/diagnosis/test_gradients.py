@@ -1,7 +1,5 @@
 """`compare(gradients=True)`: attentions whose outputs agree, and whose gradients may not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -87,6 +85,7 @@ class Detached(Attention):
         return output
 
 
+@pytest.mark.slow
 def test_a_projection_that_is_not_trained_is_named() -> None:
     b = layer()
     a = Detached(WIDTH, HEADS)

@@ -1,7 +1,5 @@
 """`compare` of hand-written models with those of transformers: the layer, the stage, the place."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from headwise.diagnosis.subjects.tape import record_tape, run_with
 from headwise.errors import OptionError
 from headwise.identify.comparison import ModelComparison
 from headwise.identify.results import Diagnosis, Verdict
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.refusals import refusals
 
 WIDTH, HEADS, LAYERS, TOKENS, BATCH = 30, 3, 3, 11, 2
@@ -169,7 +167,9 @@ FAULTS = {  # of the second layer -> its first stage, and its cause
 }
 
 
-@pytest.mark.parametrize("name", others_slow(FAULTS, "scale", "one ahead"))
+@pytest.mark.parametrize(
+    "name", others_extra(FAULTS, "q and k exchanged", quick=["scale", "one ahead"])
+)
 def test_a_fault_of_one_layer_has_its_stage_and_its_cause(peer: Any, name: str) -> None:
     port = HandModel(peer)
     port.blocks[1].attend.fault = name  # type: ignore[union-attr]
@@ -291,6 +291,7 @@ def test_an_attention_with_tokens_first_runs_on_others() -> None:
     assert_close(runs.record(Inputs(x)).stages["output"], wanted)
 
 
+@pytest.mark.slow
 def test_another_theta_is_named_in_the_known_order_of_channels() -> None:
     peer = llama()
     _, model = compared(Turning(peer, 5e4), peer)

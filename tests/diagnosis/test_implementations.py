@@ -1,7 +1,5 @@
 """`compare` between attention implementations of transformers, on models with the same weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -74,7 +72,7 @@ def test_implementations_agree_without_padding(second: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "second", ["sdpa", "headwise", pytest.param("flex_attention", marks=pytest.mark.slow)]
+    "second", ["sdpa", "headwise", pytest.param("flex_attention", marks=pytest.mark.extra)]
 )
 def test_rows_of_padding_differ_from_eager(second: str) -> None:
     verdict, comparison = compared("eager", second, padding=4)
@@ -86,6 +84,7 @@ def test_rows_of_padding_differ_from_eager(second: str) -> None:
     assert not any(layer.is_of_second for layer in comparison.layers)
 
 
+@pytest.mark.slow
 def test_the_cause_may_be_in_the_second() -> None:
     diagnosis = compare(model("sdpa"), model("eager"), texts(padding=4))
     assert diagnosis.model is not None
@@ -94,6 +93,7 @@ def test_the_cause_may_be_in_the_second() -> None:
     assert "rows without keys: row equal weights in the second" in str(diagnosis)
 
 
+@pytest.mark.slow
 def test_an_implementation_with_another_scale_is_named() -> None:
     verdict, comparison = compared(WRONG, "sdpa")
     assert verdict is Verdict.DIFFERENT
@@ -143,7 +143,7 @@ def test_nan_beside_a_number_is_an_infinite_gap() -> None:
     assert relative_difference_norm(x.nan_to_num(), x) == torch.inf
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_bench_has_a_row_for_each_pair_and_padding() -> None:
     rows = trial.tried("llama")
     assert {row["class_name"] for row in rows} == {"LlamaModel"}
@@ -158,6 +158,7 @@ def test_the_bench_has_a_row_for_each_pair_and_padding() -> None:
         assert row["causes"] == (["rows without keys"] if is_left else [])
 
 
+@pytest.mark.slow
 def test_queries_that_are_scaled_before_the_interface_are_read_as_stated() -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "ffn_dim": 64, "num_hidden_layers": 2}
     torch.manual_seed(0)
@@ -184,6 +185,7 @@ class TwoOutputs(nn.Module):
         return {"first": hidden[:, -1:], "second": hidden}
 
 
+@pytest.mark.slow
 def test_all_outputs_of_a_model_are_compared() -> None:
     diagnosis = compare(TwoOutputs("eager"), TwoOutputs("sdpa"), texts(padding=4))
     assert diagnosis.verdict in (Verdict.DIFFERENT, Verdict.UNKNOWN)

@@ -1,7 +1,5 @@
 """Two changes of a model are computed together, whatever they are: no pair of causes fails."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from headwise.function.scaling import YarnScaling
 from headwise.function.spec import AlibiRule, RotaryRule, Softcap
 from headwise.identify.catalogue import BATCH_SEQUENCE_EXCHANGED, CAUSES, Cause
 from tests.diagnosis.causes.faulty_models import gated, inputs_of, model_of, recorded
+from tests.quick import others_extra
 
 DRAWS = 4  # of the variants of two causes
 PARTIAL = RotaryRule(10_000.0, 6, scaling=None)
@@ -56,9 +55,9 @@ def trials_of(model: AttentionModel, calls: list[RecordedCall]) -> dict[Cause, l
     return {cause: each for cause, each in found.items() if each}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "steps"), [*((name, ()) for name in MODELS), ("partial rotation", (3, 1, 1))]
+    ("name", "steps"),
+    others_extra([*((name, ()) for name in MODELS), ("partial rotation", (3, 1, 1))]),
 )
 def test_every_pair_of_causes_is_computed(name: str, steps: tuple[int, ...]) -> None:
     model = MODELS[name]()

@@ -1,7 +1,5 @@
 """One layer beside the weights of a whole model: the same layer is compared, or none."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

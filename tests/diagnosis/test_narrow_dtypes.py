@@ -1,7 +1,5 @@
 """`compare` of functions that compute in 16 bits, or return another dtype than they compute in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that no layout fits, and files of other formats: the reason and the next step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

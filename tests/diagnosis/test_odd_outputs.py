@@ -1,7 +1,5 @@
 """Functions whose outputs no attention has: each is compared, or refused with a sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ from headwise.diagnosis.outputs import values
 from headwise.errors import OptionError
 from headwise.function.scaling import YarnScaling
 from headwise.identify.results import Verdict
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 
 WIDTH, HEADS = 12, 3
 torch.manual_seed(0)
@@ -94,8 +92,7 @@ def test_sizes_whose_squares_are_zero() -> None:
     assert values._size(torch.full((3, 4), 1e-200, dtype=torch.float64)) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("factor", [1e20, 1e-200])
+@pytest.mark.parametrize("factor", others_extra([1e20, 1e-200]))
 def test_huge_and_tiny_outputs(factor: float) -> None:
     torch.manual_seed(1)
     layer = Attention(WIDTH, 2, out_dim=1, scale=3.0)
@@ -105,15 +102,14 @@ def test_huge_and_tiny_outputs(factor: float) -> None:
     assert found.verdict in (Verdict.UNKNOWN, Verdict.DIFFERENT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0.0, 1.0])
+@pytest.mark.parametrize("number", others_extra([1.0, 0.0]))
 def test_a_constant_is_no_norm_and_no_sink(number: float) -> None:
     found = compare(lambda x: torch.full_like(x, number), LAYER)
     assert found.function is not None
     assert not {"norm inside", "sinks"} & {*found.function.cause_names_with_equals}
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_scaling_without_frequencies_at_some_theta() -> None:
     """YaRN has no ramp where theta is small, which is tried too."""
     scaling = YarnScaling(4.0, original_length=32768)

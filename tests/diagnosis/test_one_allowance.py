@@ -1,7 +1,5 @@
 """Budget, compare and verify have one answer for a pair: within its allowance, or apart."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,7 +10,7 @@ from headwise import compare, verify
 from headwise.identify.results import Verdict
 from headwise.testing import Budget
 from tests.diagnosis.test_stopped import interrupt_at
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 
 
 def run(layer: nn.MultiheadAttention, x: Tensor) -> Tensor:
@@ -47,7 +45,9 @@ NAMES = {"first_layout": "torch-packed", "second_layout": "torch-packed"}
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "dtype", others_slow([torch.float32, torch.bfloat16, torch.float16]), ids=str
+    "dtype",
+    others_extra([torch.float32, torch.bfloat16, torch.float16], quick=[torch.float32]),
+    ids=str,
 )
 @pytest.mark.parametrize("share", others_slow([0.3, 10.0]))
 def test_ten_times_the_allowance_is_apart_and_a_third_is_not(

@@ -1,7 +1,5 @@
 """Two faults in a function of which outputs alone are known."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,6 +12,7 @@ from headwise.identify.results import Verdict
 from headwise.layers import QKNorm
 from tests.diagnosis.among import compare_among
 from tests.diagnosis.test_stopped import interrupt_at
+from tests.quick import others_extra
 
 WIDTH, HEADS, HEAD_DIM = 36, 3, 12
 NAMES = (
@@ -142,18 +141,19 @@ def test_two_numbers_are_fitted_at_once(layer: Attention) -> None:
     assert causes[-1].output_left < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("faults", "names"),
-    [
-        ({"gain": 2.0, "theta": 5e5}, {"qk-norm weight offset", "rotary theta"}),
-        ({"merged": False, "scale": 0.2}, {"merge without transpose", "scale"}),
-        ({"cap": 2.0, "theta": 5e5}, {"softcap", "rotary theta"}),
-        ({"is_key_normed": False, "theta": 5e5}, {"qk-norm kind", "rotary theta"}),
-        ({"roles": "kqv", "scale": 0.2}, {"q and k exchanged", "scale"}),
-        ({"roles": "kqv", "scale": IN_ONE_HEAD}, {"q and k exchanged", "scale"}),
-        ({"roles": "qvk", "scale": 0.2}, {"k and v exchanged", "scale"}),
-    ],
+    others_extra(
+        [
+            ({"gain": 2.0, "theta": 5e5}, {"qk-norm weight offset", "rotary theta"}),
+            ({"merged": False, "scale": 0.2}, {"merge without transpose", "scale"}),
+            ({"cap": 2.0, "theta": 5e5}, {"softcap", "rotary theta"}),
+            ({"is_key_normed": False, "theta": 5e5}, {"qk-norm kind", "rotary theta"}),
+            ({"roles": "kqv", "scale": 0.2}, {"q and k exchanged", "scale"}),
+            ({"roles": "kqv", "scale": IN_ONE_HEAD}, {"q and k exchanged", "scale"}),
+            ({"roles": "qvk", "scale": 0.2}, {"k and v exchanged", "scale"}),
+        ]
+    ),
 )
 def test_both_show_in_every_input(
     layer: Attention, faults: dict[str, object], names: set[str]
@@ -162,7 +162,7 @@ def test_both_show_in_every_input(
     assert {first.name, second.name} == names
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_residual_hides_how_near_another_cause_is(layer: Attention) -> None:
     """Among all causes many are nearer to the outputs than either of the two."""
     port = port_of(layer, is_interleaved=True, is_residual=True)
@@ -172,7 +172,7 @@ def test_a_residual_hides_how_near_another_cause_is(layer: Attention) -> None:
     assert names == {"heads interleaved", "residual inside"}
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_three_faults_are_not_forced_into_two(layer: Attention) -> None:
     faulty = port_of(layer, scale=0.2, theta=5e5, gain=2.0, cap=2.0)
     diagnosis = compare_among(NAMES, faulty, layer)

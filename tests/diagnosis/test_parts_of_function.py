@@ -1,7 +1,5 @@
 """Parts of a hand-written module whose outputs are stages, beside its output."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -116,7 +114,7 @@ class Tiled(Port):
         return joined
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_two_causes_after_a_stage_that_nothing_explains(layer: Attention) -> None:
     port = Tiled(layer)
     function = compare(port, layer, parts={"q": port.q_proj, "v": port.v_proj}).function

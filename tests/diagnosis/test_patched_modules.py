@@ -1,7 +1,5 @@
 """Attention modules of transformers whose ``forward`` was changed, alone and in their models."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import MethodType

@@ -1,7 +1,5 @@
 """Positions and inputs that part, in words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The picture of the guide is the one that its tool draws."""
 
-from __future__ import annotations
-
 from tools.probes_picture import KNOCKED, PANELS, PICTURE, WINDOW, picture
 
 

@@ -1,7 +1,5 @@
 """Checks that people publish: eight heads against one, on their own inputs and on headwise's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Recorded activations: written by a recorder, read back, and compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

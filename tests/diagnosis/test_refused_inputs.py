@@ -1,7 +1,5 @@
 """Inputs, weights and recordings with which nothing can be compared: each is named."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Each author's note, in short, stands beside the answer.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

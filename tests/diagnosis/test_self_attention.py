@@ -1,7 +1,5 @@
 """The modules of a checkpoint find those of the model that holds them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

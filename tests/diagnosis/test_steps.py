@@ -1,7 +1,5 @@
 """Functions whose keys and values stay between calls, as subjects of a comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -220,9 +218,10 @@ FAULTS: tuple[tuple[type[Port], str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("port", "name", "parameters"),
-    [*FAULTS[:2], *(pytest.param(*row, marks=pytest.mark.slow) for row in FAULTS[2:])],
+    FAULTS,
 )
 def test_a_fault_of_calls_with_a_cache(
     port: type[Port], name: str, parameters: dict[str, Any]
@@ -288,6 +287,7 @@ def test_a_function_with_an_argument_for_the_state() -> None:
     assert names_of(diagnosis) == ["evicted keys"]
 
 
+@pytest.mark.slow
 def test_a_state_that_is_changed_in_place() -> None:
     layer = layer_of()
 
@@ -302,6 +302,7 @@ def test_a_state_that_is_changed_in_place() -> None:
     assert compare(InPlace(layer), layer).verdict is Verdict.TO_ROUNDING
 
 
+@pytest.mark.slow
 def test_a_port_in_numpy() -> None:
     layer = layer_of()
 
@@ -316,6 +317,7 @@ def test_a_port_in_numpy() -> None:
     assert names_of(compare_among(TRIED, InNumpy(layer), layer)) == ["position offset in decoding"]
 
 
+@pytest.mark.slow
 def test_inputs_on_which_a_port_fails_are_left_out() -> None:
     layer = layer_of()
 

@@ -1,9 +1,8 @@
 """Comparisons that end before everything was tried: by Ctrl-C or by a budget."""
 
-from __future__ import annotations
-
 import io
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from headwise.identify.results import Verdict
 from headwise.support.progress import Progress, no_progress
 
 WIDTH, HEADS = 40, 5
+LONGEST = 120.0  # seconds that anything may take on a busy machine
 
 
 @pytest.fixture
@@ -87,22 +87,22 @@ def test_inputs_that_did_not_run_are_told(layer: Attention) -> None:
         compare(right, layer, progress=interrupt_at("running 11"))
 
 
-def test_a_budget_bounds_the_runs_and_the_search(layer: Attention) -> None:
+def test_a_budget_bounds_the_runs_and_the_search(
+    layer: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = 0
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: 0.1 * calls))
 
     def slow(x: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        time.sleep(0.1)
         return unknown_of(layer, x)
 
-    start = time.monotonic()
     function = compare(slow, layer, budget=0.5).function
     assert function is not None
     assert function.stopped == "the budget of 0.5 s is spent"
     assert function.untried[0].endswith("of 6 inputs")
     assert 2 <= calls <= 7
-    assert time.monotonic() - start < 5
 
 
 def test_an_input_is_run_in_any_budget(layer: Attention) -> None:
@@ -143,7 +143,7 @@ def test_a_terminal_shows_a_line_after_some_time(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("sys.stderr", terminal := Terminal())
         with watch.watching(None, None):
             watch.look("trying scale", 3, 70)
-            end = time.monotonic() + 20
+            end = time.monotonic() + LONGEST
             while not quiet and not terminal.getvalue() and time.monotonic() < end:
                 time.sleep(0.01)
         assert ("compare: trying scale, 3 of 70" in terminal.getvalue()) == (not quiet)

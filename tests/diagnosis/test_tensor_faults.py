@@ -1,7 +1,5 @@
 """Each fault of a single canonical tensor, as `verify`, two layers and a function show it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -163,6 +161,8 @@ def seen(view: str, name: str, fault: str) -> str:
     return ", ".join(cause.name for cause in diagnosis.function.causes)
 
 
+# `make check` tries one tensor of each kind by two layers and by a function.
+KINDS = ("wq", "wo", "bq", "wg", "sink", "q_norm", "q_norms")
 QUICK = {("two layers", "wg", "negated"), ("function", "bg", "zero")}
 QUICK |= {
     cell for cell in list_cells() if cell[0] == "verify" and cell[1] in ("wg", "sink", "q_norms")
@@ -175,7 +175,11 @@ QUICK |= {
         pytest.param(
             *cell,
             id=", ".join(cell),
-            marks=() if cell in QUICK else pytest.mark.slow,
+            marks=()
+            if cell in QUICK
+            else pytest.mark.slow
+            if cell[0] == "verify" or cell[1] in KINDS
+            else pytest.mark.extra,
         )
         for cell in list_cells()
     ],

@@ -1,7 +1,5 @@
 """Two faults at once: the share of each, pairs that explain only together, and the positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`compare` of two functions, of which nothing but the outputs is known."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """headwise.detect and headwise.verify from Python: paths, state dicts, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

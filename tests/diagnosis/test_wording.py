@@ -1,7 +1,5 @@
 """What a report calls a fault: its name, its numbers, its place and what repairs it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +23,7 @@ from headwise.identify.comparison import FoundCause
 from headwise.identify.moves.find import find_state_moves
 from headwise.identify.results import Diagnosis, Verdict
 from tests.diagnosis.among import compare_among
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 
 WIDTH, HEADS = 40, 4
 
@@ -71,7 +69,8 @@ def with_base(theta: float) -> Attention:
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong"), others_slow([(1e6, 1e4), (1e8, 1e4), (1e5, 1e4), (1e4, 5e5)])
+    ("right", "wrong"),
+    others_extra([(1e6, 1e4), (1e8, 1e4), (1e5, 1e4), (1e4, 5e5)], quick=[(1e6, 1e4)]),
 )
 def test_a_base_of_configs_is_named_before_a_width_that_nobody_uses(
     right: float, wrong: float
@@ -80,8 +79,7 @@ def test_a_base_of_configs_is_named_before_a_width_that_nobody_uses(
     assert (cause.name, cause.parameters) == ("rotary theta", {"theta": wrong})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_function", [False, True])
+@pytest.mark.parametrize("is_function", others_extra([False, True]))
 def test_a_base_that_is_fitted_in_bfloat16_is_round(is_function: bool) -> None:
     torch.manual_seed(0)
     wrong, right = (
@@ -269,8 +267,9 @@ def test_the_rows_and_columns_of_an_unknown_change() -> None:
     assert "all 40 rows and column 13:" in describe_matrix("wo", wrong, right)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("role", "is_function"), [("k", False), ("q", True), ("v", True)])
+@pytest.mark.parametrize(
+    ("role", "is_function"), others_extra([("k", False), ("q", True), ("v", True)])
+)
 def test_an_unknown_change_of_one_projection_is_read(role: str, is_function: bool) -> None:
     right = spread()
     wrong = copy.deepcopy(right)

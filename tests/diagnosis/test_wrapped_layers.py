@@ -1,7 +1,5 @@
 """A model beside a layer, wrappers of peft, and quantised weights."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, compare, convert, verify
 from headwise.errors import DTypeError, OptionError
+from tests.diagnosis.test_stopped import interrupt_at
 
 peft = pytest.importorskip("peft")
 torchao = pytest.importorskip("torchao.quantization")
@@ -39,7 +38,8 @@ def test_a_whole_model_beside_a_layer_names_its_layer() -> None:
         compare(layer, model)
     with pytest.raises(OptionError, match=r"a is a whole model, TransformerEncoder"):
         compare(model, layer)
-    compare(model.layers[0].self_attn, layer)  # what it says
+    found = compare(model.layers[0].self_attn, layer, progress=interrupt_at("trying"))
+    assert found.function is not None  # what the message says is compared
 
 
 @pytest.mark.slow
@@ -59,6 +59,7 @@ def test_a_layer_in_a_wrapper_of_peft_is_read_with_its_adapters() -> None:
     assert compare(again, merged).verdict.is_same
 
 
+@pytest.mark.slow
 def test_torchs_layer_in_a_wrapper_of_peft() -> None:
     model = OneAttention().eval()
     wrapped = adapted(copy.deepcopy(model), "attn")

@@ -1,7 +1,5 @@
 """Environments with headwise and what an example names alone, of links to installed packages."""
 
-from __future__ import annotations
-
 import tomllib
 import venv
 from functools import cache

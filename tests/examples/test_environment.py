@@ -1,7 +1,5 @@
 """Each example has a test, and runs where only what it says is installed."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """The example of transformers' tensor-parallel plan: outputs and scan are the whole model's."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The example of a long sequence over two processes: its rows, memory and bytes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

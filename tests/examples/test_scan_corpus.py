@@ -1,7 +1,5 @@
 """The example that scans a corpus with dask: a worker is killed, and the bytes are the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from headwise.scanning import HeadScan
 from tests.examples.torchrun import run_example
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_merged_scan_has_the_bytes_of_one_process(tmp_path: Path) -> None:
     first, second = run_example("scan_corpus.py", str(tmp_path)).splitlines()
     scan = HeadScan.load(tmp_path / "scans" / "scan.safetensors")

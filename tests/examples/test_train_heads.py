@@ -1,14 +1,12 @@
 """The example that trains with heads over ranks: the loss falls, and is that of one process."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 
 from tests.examples.torchrun import torchrun
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extra
 
 
 def test_the_training_is_that_of_one_process() -> None:

@@ -1,7 +1,5 @@
 """Programs of examples/, run as their first lines say, where nothing else is installed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Positions compiled and exported. Run by test_rotary.py in an interpreter of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rotaries of every kind, drawn by hypothesis, and what rounding does to a rotated vector."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

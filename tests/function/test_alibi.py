@@ -1,7 +1,5 @@
 """ALiBi: slopes by both published rules, and the attention of the models that use them."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Clause 4: the error budget in closed forms, and the mistakes that must exceed it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Clause 4: honest arithmetic stays within the budget; mostly within its floor alone (factor 0)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

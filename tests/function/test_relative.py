@@ -1,7 +1,5 @@
 """T5's relative bias: its buckets by hand, and T5's own attention."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

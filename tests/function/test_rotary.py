@@ -1,7 +1,5 @@
 """Rotary position embedding: closed forms, the properties it is used for, and every way to run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from headwise.function.scaling import LinearScaling, YarnScaling
 from tests.apart import assert_passed_apart
 from tests.function.rotaries import pairs, rotaries, rounding
 from tests.honest import HALVES, accumulation, normal
+from tests.quick import others_extra
 from tests.refusals import refusals
 
 PAIRINGS = ("half-split", "interleaved")
@@ -217,9 +216,10 @@ def test_double_backward(pairing: Any) -> None:
 # ---- every way to run --------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_compiled_and_exported() -> None:
-    assert_passed_apart(Path(__file__).with_name("compiled.py"), count=8)
+@pytest.mark.parametrize("chosen", others_extra(["half", "not half"]))
+def test_compiled_and_exported(chosen: str) -> None:
+    count = 2 if chosen == "half" else 6
+    assert_passed_apart(Path(__file__).with_name("compiled.py"), count=count, chosen=chosen)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, at its first jvp

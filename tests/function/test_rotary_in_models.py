@@ -1,7 +1,5 @@
 """Rotations bit for bit as the models of Hugging Face compute them, by their own modules."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Stretched frequencies: what each method promises, and bit for bit as Hugging Face has them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

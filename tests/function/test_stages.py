@@ -1,7 +1,5 @@
 """The reference arithmetic: closed forms, then torch's own functions, then gradients."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -249,7 +247,9 @@ def test_gradients(seed: int) -> None:
     assert torch.autograd.gradcheck(lambda *x: head_outputs_of(p, *x), leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("seed", [0, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
+@pytest.mark.parametrize(
+    "seed", [0, 2, *(pytest.param(n, marks=pytest.mark.extra) for n in (1, 3))]
+)
 def test_gradients_of_gradients(seed: int) -> None:
     p = problem(seed, longest=4)
     leaves = [x.requires_grad_() for x in leaves_of(p)]

@@ -6,8 +6,6 @@
 A case is a pure function of its kind, the seed and its index.
 """
 
-from __future__ import annotations
-
 import sys
 
 from tests.fuzz.run import main

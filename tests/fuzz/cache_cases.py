@@ -1,7 +1,5 @@
 """Cases of a cache: prompts of unequal lengths, steps of several tokens, beams, windows."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -3,8 +3,6 @@
 Everything is drawn from a `Chance`, which a case's kind, seed and index determine.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Cases of the drop-in: torch's options and masks at random, against the oracle."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

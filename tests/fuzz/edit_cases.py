@@ -3,8 +3,6 @@
 Either the gradient is that of what was computed, or torch says that a tensor was modified.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Comparison with the oracle: exactly, within a budget, or within a bound."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -4,8 +4,6 @@ Two readings of one matrix are differentiated one after the other. A reading tha
 weights has the gradient of ``A @ v`` with the identity as its values; that is its budget.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Cases of `Attention`: options at random, its outputs and its gradients against the oracle."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases of `AttentionMatrix`: every reading against the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Arrays of a clause broadcast to (batch, heads, queries, keys). All functions als
 arrays, so that ``f(x + 1e-100j * d).imag / 1e-100`` is a derivative to the last bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

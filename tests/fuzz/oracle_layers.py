@@ -4,8 +4,6 @@ Parameters are arrays by their names in the layer's state_dict. Complex arrays a
 that `derivative` is exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run cases by seed and index: one again, or many on all cores for some minutes."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """The fuzz with fixed seeds: a part of the suite. `make fuzz` runs more, with a seed of its own."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

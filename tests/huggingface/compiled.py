@@ -1,7 +1,5 @@
 """Models compiled. Run by test_compiled.py in an interpreter of its own, without shape checks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

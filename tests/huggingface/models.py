@@ -1,7 +1,5 @@
 """Small models of transformers with random weights, in pairs: their attention, and headwise's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Small models in folders, as save_pretrained writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

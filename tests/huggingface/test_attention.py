@@ -1,7 +1,5 @@
 """The attention function alone: transformers' rules, option by option."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of Hugging Face classes: it is whole, what a fresh trial finds, and able to fail."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which configurations are switched, and that all say afterwards what they said before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

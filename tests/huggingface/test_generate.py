@@ -1,7 +1,5 @@
 """generate(): the same tokens as with transformers' own attention, with any cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

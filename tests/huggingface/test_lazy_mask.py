@@ -1,7 +1,5 @@
 """A mask without memory in the place of a bool tensor."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Models without an sdpa form read masks as eager has them: floats, and none means all is seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

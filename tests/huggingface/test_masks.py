@@ -1,7 +1,5 @@
 """The mask function: lazy where it can be, and everywhere the mask that transformers describes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """At 4,096 tokens no tensor of queries x keys is made, not even one bool for each entry."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -86,6 +84,7 @@ def test_packed_sequences(made: LargestTensor) -> None:
     assert all(matrix.mask.clauses_of_kind(Segments) for matrix in seen)
 
 
+@pytest.mark.slow
 def test_training() -> None:
     model = built(case("llama"), NAME, torch.float32).train()
     ids = torch.arange(LENGTH)[None] % 50 + 3
@@ -94,6 +93,7 @@ def test_training() -> None:
     assert made.bytes < LENGTH**2, made.name
 
 
+@pytest.mark.slow
 def test_this_can_fail(made: LargestTensor, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = built(case("llama"), "sdpa", torch.float32)
     assert run(theirs, made, REAL["left"]()) >= LENGTH**2

@@ -1,7 +1,5 @@
 """Real models: with headwise's attention they compute what they compute with transformers' own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """register_huggingface(): the name, the optional dependency, and a trained model."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from copy import deepcopy

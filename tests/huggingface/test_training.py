@@ -1,7 +1,5 @@
 """Training steps: the gradients of transformers' own attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """verify: the same function in two layouts, and what is said where it is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """detect: on one file of every entry of the catalogue, right or honestly undecidable."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

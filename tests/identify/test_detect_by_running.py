@@ -1,7 +1,5 @@
 """A running model decides between layouts that names and shapes leave."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

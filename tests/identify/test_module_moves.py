@@ -1,7 +1,5 @@
 """What `verify` says of weights that were moved on their way."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

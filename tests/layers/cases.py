@@ -1,7 +1,5 @@
 """Options of the layer and of a call, every pair of which is in some case."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations, product
 from typing import Any

@@ -1,7 +1,5 @@
 """The layer compiled. Run by test_ecosystem_compile.py in an interpreter of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

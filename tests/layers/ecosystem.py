@@ -3,8 +3,6 @@
 The kinds of layer are subjects of tests/paths, so that what is asked of every path is asked here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

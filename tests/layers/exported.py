@@ -1,7 +1,5 @@
 """The layer exported. Run by test_ecosystem_export.py in an interpreter of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

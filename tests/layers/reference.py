@@ -1,7 +1,5 @@
 """The layer written out by hand, in the dtype of its parameters: the oracle of its tests."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@ Run by test_ecosystem_fsdp.py. Two processes on the CPU need no network: they me
 talk over the loopback interface.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """What an error of a layer tells to do, done."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

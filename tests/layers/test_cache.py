@@ -1,7 +1,5 @@
 """The cache as a value: what is held after prefill, steps, eviction, and gaps that close."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

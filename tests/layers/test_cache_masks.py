@@ -1,7 +1,5 @@
 """Every kind of mask with a cache: it hides the same keys in one call, in chunks and in steps."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from itertools import accumulate, combinations, pairwise

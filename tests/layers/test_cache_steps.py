@@ -1,7 +1,5 @@
 """Token by token with a cache is the full forward pass, whatever the layer's options."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers that compute a part of their heads: the outputs of the parts add up to the whole."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

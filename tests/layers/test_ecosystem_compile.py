@@ -4,25 +4,27 @@ The annotations of src are checked in this run, and a compiler cannot look throu
 tests of compiled.py run beside it, without them.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.apart import assert_passed_apart
+from tests.quick import others_extra
 
 FILE = Path(__file__).with_name("compiled.py")
 
 
-@pytest.mark.slow
-def test_compiled() -> None:
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    others_extra([("decoding_step or packed", 2), ("test_training and not causal", 5)]),
+)
+def test_compiled(chosen: str, count: int) -> None:
     """All but the training with a causal mask, which tests/layers/test_traced.py runs."""
-    assert_passed_apart(FILE, count=7, chosen="not causal and not test_inductor")
+    assert_passed_apart(FILE, count=count, chosen=chosen)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler"
 )

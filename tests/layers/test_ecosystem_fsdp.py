@@ -1,7 +1,5 @@
 """The layer under FSDP2, and as torch's tensor parallelism splits it, in two processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The projections are plain `torch.nn.Linear`, which libraries look for by its exact type."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

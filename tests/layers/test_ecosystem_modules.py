@@ -1,7 +1,5 @@
 """The layer as a module: copied, saved, hooked, and given to torch.func."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections import Counter

@@ -1,7 +1,5 @@
 """Projections whose weight is computed from others: torch's parametrisations, and pruning."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """int8 by the torchao library: weights alone, and activations as well."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

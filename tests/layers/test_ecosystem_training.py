@@ -1,7 +1,5 @@
 """Activation checkpointing, and autocast to bfloat16 with and without a cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

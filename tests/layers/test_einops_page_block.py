@@ -1,7 +1,5 @@
 """The block of einops' page: its checkpoint loads, and gives its output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What contradicts itself is refused, with both values, at construction where that is possible."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

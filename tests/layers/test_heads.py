@@ -1,7 +1,5 @@
 """What the layer tells of its heads, and the gate that stands on each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Each initialisation is its source's: the same numbers where it has such a layer, else the same
 distribution; and the same scores at any scale."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """`Attention.from_layout` and `.to_layout`: what is read, what must be said, what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole layers that an earlier version pickled are refused by name, with the way to load them."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

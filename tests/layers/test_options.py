@@ -1,7 +1,5 @@
 """Every pair of options that can be combined, against the layer written out by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

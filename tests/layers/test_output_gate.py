@@ -1,7 +1,5 @@
 """The output gate of a layer: closed forms, float64 by hand, caches, and the words of errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from headwise.function.gate import output_gate
 from headwise.function.spec import ABSENT
 from headwise.layers.conversion import options_of_spec, state_per_head
 from headwise.layers.norm import QKNorm
+from tests.quick import others_slow
 
 EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, LENGTH, BATCH = 40, 6, 2, 10, 7, 24, 3
 SIZES: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM}
@@ -204,7 +203,7 @@ def test_kinds() -> None:
 # ---- compared ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", others_slow(KINDS))
 def test_compare_names_a_missing_gate_on_either_side(kind: str) -> None:
     layer = gated(kind)
     plain = without_gate(layer)
@@ -216,6 +215,7 @@ def test_compare_names_a_missing_gate_on_either_side(kind: str) -> None:
     assert headwise.compare(layer, layer)
 
 
+@pytest.mark.slow
 def test_compare_does_not_name_it_for_another_gate() -> None:
     """The same layer with gates of other heads."""
     right = gated("head")

@@ -1,7 +1,5 @@
 """Padded and packed batches: only real tokens are computed, and the function stays the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

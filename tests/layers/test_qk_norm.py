@@ -1,7 +1,5 @@
 """QK-norm: closed forms, and the norms of the models that have one, by their own modules."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The stages of a layer: each follows from those before it, and the output is that of forward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`Attention.to_layout` to every layout: refused, or its readers compute the same function."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -3,9 +3,9 @@
 All run in one interpreter that checks no annotations: to start one costs as much as a case.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
+
+import pytest
 
 from tests.apart import assert_passed_apart
 
@@ -18,5 +18,6 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 def test_a_case_of_each_layer() -> None:
     assert_passed_apart(*(f"{FOLDER}/{case}" for case in CASES), count=len(CASES))

@@ -1,7 +1,5 @@
 """Small models of transformers, and what one of their attention modules is given and gives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Canonical tensors for any layout, at sizes in which no two axes coincide."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """The function of a real module beside that of the layer made of its weights, in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a model of transformers writes to its file, found there by the names of a layout."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Sizes: what shapes and a few counts say together, and what they cannot say."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What holds of every layout there is, and of every two that could be mixed up."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

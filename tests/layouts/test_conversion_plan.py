@@ -1,7 +1,5 @@
 """Plans, made from names and shapes alone: which tensors become which, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

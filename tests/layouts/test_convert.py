@@ -1,7 +1,5 @@
 """Conversions: closed forms, every bit kept, and what is not lossless refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page of the layouts says what the catalogue has, and its pictures are those of the code."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.layouts_table import IMAGES, PAGE, pictures, replace_table

@@ -1,7 +1,5 @@
 """Places: where the modules of a checkpoint stand, by names alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

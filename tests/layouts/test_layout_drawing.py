@@ -1,7 +1,5 @@
 """Drawings: what they say of a row is what a conversion does with it."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights in NumPy arrays: the same answers as for tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """The language of patterns: what is read, what is refused, and where every number goes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

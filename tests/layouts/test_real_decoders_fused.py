@@ -1,7 +1,5 @@
 """Decoders that fuse queries, keys and values: the real classes of transformers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decoders with an output gate: the real Qwen3-Next of transformers, through every room."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path
@@ -25,6 +23,7 @@ from headwise.scanning.importance import ablations, gradients
 from tests.cli.alone import Alone
 from tests.layouts.captured import THETA, angles, captured, model_of
 from tests.layouts.real import Real, assert_gives, assert_same_function
+from tests.quick import others_slow
 
 HEADS, KV_HEADS, HEAD_DIM, EMBED, LENGTH = 6, 2, 16, 40, 19
 PLACE = "model.layers.1.self_attn"
@@ -169,7 +168,7 @@ def test_detect(stored: Path) -> None:
 # ---- running -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("queries", [LENGTH, 1])
+@pytest.mark.parametrize("queries", others_slow([LENGTH, 1], 1))
 def test_compare_with_the_real_module(model: nn.Module, stored: Path, queries: int) -> None:
     module, layer = model.get_submodule(PLACE), load_attention(stored, layer=1)
     x = torch.randn(2, queries, EMBED, generator=torch.Generator().manual_seed(5))
@@ -184,6 +183,7 @@ def test_compare_with_the_real_module(model: nn.Module, stored: Path, queries: i
         assert [each.name for each in diagnosis.function.causes] == ["output gate missing"]
 
 
+@pytest.mark.slow
 def test_compare_of_models_names_a_gate_that_is_not_applied(model: nn.Module) -> None:
     x = {"input_ids": tokens()}
     assert headwise.compare(copy.deepcopy(model), model, x)

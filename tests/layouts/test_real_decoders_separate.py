@@ -1,7 +1,5 @@
 """Decoders with a matrix for each projection: the real classes of transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Encoders of text and of speech: the real classes of transformers, and the files they write."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

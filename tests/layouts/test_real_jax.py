@@ -3,8 +3,6 @@
 pip install -e ".[dev,jax]" && python -m pytest tests/layouts/test_real_jax.py
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from types import ModuleType

@@ -10,8 +10,6 @@ without its kernels: FLASH_ATTENTION_FORCE_BUILD=TRUE, FLASH_ATTENTION_SKIP_CUDA
 pip install --no-build-isolation --no-deps flash-attn.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from importlib.util import find_spec

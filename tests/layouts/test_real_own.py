@@ -1,7 +1,5 @@
 """The layers of headwise, whose own layouts all others are read into."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 pip install -e ".[dev,libraries]" && python -m pytest tests/layouts/test_real_parallel.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

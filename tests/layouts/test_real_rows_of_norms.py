@@ -1,7 +1,5 @@
 """Norms of queries and keys with a row for each head, which `Attention` has no option for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Multi-head attention as it is taught, written after the published descriptions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

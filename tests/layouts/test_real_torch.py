@@ -1,7 +1,5 @@
 """torch's own layers, and those that took over their names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

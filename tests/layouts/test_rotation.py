@@ -1,7 +1,5 @@
 """The order of head_dim: neighbours (2i, 2i + 1) and halves (i, i + width / 2)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Shares of tensor-parallel processes: each is the layout of a model with a part of the heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole models: every tensor gets the name that the other layout has for it, and comes back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 tests/layouts/test_real_libraries.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed rows, prefixes and functions; and what kernels ask of every kind of clause."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Biases by distance: -inf in their tables, gradients of every reading, and ALiBi's precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Masks: every clause against a loop over its definition, conventions against torch itself."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

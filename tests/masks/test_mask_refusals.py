@@ -1,7 +1,5 @@
 """Masks that cannot be meant: each is refused in three lines, with the user's numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

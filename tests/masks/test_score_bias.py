@@ -1,7 +1,5 @@
 """Score biases: every form against a loop over its definition, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

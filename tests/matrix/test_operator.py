@@ -1,7 +1,5 @@
 """AttentionMatrix: closed forms, every reading within the budget, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """AttentionMatrix: what does not fit together is refused, with its numbers."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

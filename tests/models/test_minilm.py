@@ -1,7 +1,5 @@
 """The trained encoder, as its package ships it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The planted model does what its rules say: exactly, on every path, at any length."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -157,7 +155,7 @@ def test_padding_changes_nothing(model: planted.Planted) -> None:
         assert not any(whole[row, :, length:].any() for whole in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_sixteen_thousand_tokens(model: planted.Planted) -> None:
     ids = texts(batch=1, length=16_000, tokens=60)
     rows = torch.tensor([0, 1, 2, 8_191, 8_192, 12_345, 15_998, 15_999])

@@ -1,7 +1,5 @@
 """The sentences that ship: two halves of the same mix, none of them twice."""
 
-from __future__ import annotations
-
 import math
 import re
 

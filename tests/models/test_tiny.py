@@ -1,7 +1,5 @@
 """The small language model that ships: what its file holds, what it has learned, and its heads."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -89,6 +87,7 @@ def in_sample_bits(text: bytes, *, context: int) -> float:
     return bits / len(text)
 
 
+@pytest.mark.slow
 def test_it_foretells_unseen_text_better_than_counts_of_that_text(model: tiny.Tiny) -> None:
     ids = windows(TEXT)
     nats = F.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:])

@@ -1,7 +1,5 @@
 """The training of the small language model: its text, its batches, and that it can be resumed."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -4,14 +4,13 @@ Nothing here checks the annotations of shapes, as the test run does: what is tra
 users have it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -19,19 +18,21 @@ import torch
 
 from tests.paths.outcomes import Outcome
 from tests.paths.registry import PATHS, Path
+from tests.paths.subjects import SUBJECTS
 from tests.paths.table import PAGE, page
 from tests.root import ROOT
 
 AT_ONCE = 2
+NAMES = [subject.name for subject in SUBJECTS]
 
 
-def run_apart(path: Path) -> dict[str, Outcome]:
-    """The row of a path, from an interpreter of its own.
+def run_apart(path: Path, columns: Collection[str] = NAMES) -> dict[str, Outcome]:
+    """The row of a path, or some columns of it, from an interpreter of its own.
 
     Raises:
         AssertionError: a cell failed; the message is what it wrote.
     """
-    command = [sys.executable, "-m", "tests.paths", path.key]
+    command = [sys.executable, "-m", "tests.paths", path.key, "--columns", *columns]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise AssertionError(f"{path.title}\n{done.stderr[-6000:]}")
@@ -43,12 +44,13 @@ def main() -> int:
     """Run one path and print its row as JSON, or all of them and write the page."""
     parser = argparse.ArgumentParser(description="Run every path for every subject.")
     parser.add_argument("path", nargs="?", choices=[path.key for path in PATHS])
+    parser.add_argument("--columns", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     options = parser.parse_args()
     if options.path:
         warnings.filterwarnings("error", module=r"headwise(\.|$)")
         torch.set_num_threads(1)
-        row = next(path for path in PATHS if path.key == options.path).row()
+        row = next(path for path in PATHS if path.key == options.path).row(options.columns)
         print(json.dumps({name: asdict(outcome) for name, outcome in row.items()}))
         return 0
     missing = [lack for path in PATHS if (lack := path.missing())]

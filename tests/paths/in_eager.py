@@ -1,7 +1,5 @@
 """The paths that need no tracing."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable

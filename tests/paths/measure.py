@@ -1,7 +1,5 @@
 """What a path must keep: every output and gradient within the budget, and no queries x keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache

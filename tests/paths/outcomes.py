@@ -1,7 +1,5 @@
 """What a path came to for a subject, and the reasons that the table gives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

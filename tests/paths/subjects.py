@@ -4,8 +4,6 @@ Each subject is a module, its inputs at any two lengths, and the same arithmetic
 `headwise.function.stages`, from which the error budget of its outputs and gradients comes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The page docs/paths.md: written from outcomes, and read back row by row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from tests.paths.outcomes import NOTES, Outcome

@@ -1,7 +1,5 @@
 """The paths that make a graph. Run in an interpreter that does not check annotations of shapes."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

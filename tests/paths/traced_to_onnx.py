@@ -1,7 +1,5 @@
 """The two exporters of torch to ONNX. Run in an interpreter that does not check annotations."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from math import prod

@@ -1,7 +1,5 @@
 """The paths of torch.func, and gradients of gradients."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is wrong with an open page for readers without a mouse, or without good eyes."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from typing import Any
 

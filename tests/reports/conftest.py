@@ -1,7 +1,5 @@
 """A scan that was made up, and its page, for all tests that change neither."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Diagnoses for the tests of their page: made-up ones, which have all that can be shown."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A pruning and a regrouping of a small model, and their pages."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from headwise.models.tiny import TinySizes

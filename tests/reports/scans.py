@@ -1,7 +1,5 @@
 """Scans that were made up: of any size, and at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The page of the study, from the numbers that are recorded in the documentation."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from headwise.study.page import render_study_page

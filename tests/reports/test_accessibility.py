@@ -1,7 +1,5 @@
 """axe finds nothing; targets are large enough; colours can be told apart; paper and other modes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,7 +10,7 @@ import pytest
 from headwise.reports import diagnosis
 from headwise.reports import page as scan_page
 from headwise.reports.images import css_colour, viridis_colour
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.accessibility import small_targets, violations
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.diagnoses import report_of_model
@@ -43,7 +41,7 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return page
 
 
-@pytest.mark.parametrize("scheme", others_slow(SCHEMES, "light"))
+@pytest.mark.parametrize("scheme", others_extra(SCHEMES, quick=["light"]))
 def test_axe_finds_nothing(browser: Chromium, page: Path, scheme: str) -> None:
     waits = page.stem in ("viewer", "two")
     with browser.open(page, waits=waits, color_scheme=scheme) as opened:
@@ -53,7 +51,7 @@ def test_axe_finds_nothing(browser: Chromium, page: Path, scheme: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", others_slow(SCHEMES, "light"))
+@pytest.mark.parametrize("scheme", others_extra(SCHEMES, quick=["light"]))
 @pytest.mark.parametrize("order", others_slow(["links", "strongest"], "links"))
 def test_axe_finds_nothing_in_one_word(
     browser: Chromium, tmp_path: Path, order: str, scheme: str
@@ -67,7 +65,7 @@ def test_axe_finds_nothing_in_one_word(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", others_slow(SCHEMES, "dark"))
+@pytest.mark.parametrize("scheme", others_extra(SCHEMES, quick=["dark"]))
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_axe_finds_nothing_in_a_text_as_it_was_written(
     browser: Chromium, tmp_path: Path, scheme: str
@@ -83,7 +81,7 @@ def test_axe_finds_nothing_in_a_text_as_it_was_written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", others_slow(SCHEMES, "dark"))
+@pytest.mark.parametrize("scheme", others_extra(SCHEMES, quick=["dark"]))
 def test_axe_finds_nothing_where_files_are_chosen(
     browser: Chromium, path: Path, scheme: str
 ) -> None:
@@ -93,6 +91,7 @@ def test_axe_finds_nothing_where_files_are_chosen(
         assert violations(opened) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_axe_finds_nothing_in_what_is_said_about_the_page(
     browser: Chromium, path: Path, scheme: str
@@ -111,6 +110,7 @@ def test_axe_can_find_something(browser: Chromium, tmp_path: Path) -> None:
         assert {each.split(":")[0] for each in violations(opened)} >= {"image-alt", "button-name"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("touch", "least"), others_slow([(False, 24), (True, 44)], (True, 44)))
 def test_targets_are_large_enough(
     browser: Chromium, tmp_path: Path, touch: bool, least: int
@@ -146,7 +146,7 @@ def seen(opened: Opened, colours: list[str], kind: str) -> list[tuple[int, ...]]
     return [shown[n * 20 + 2] for n in range(len(colours))]
 
 
-@pytest.mark.parametrize("kind", others_slow(EYES, "deuteranopia"))
+@pytest.mark.parametrize("kind", others_extra(EYES, quick=["deuteranopia"]))
 def test_the_scale_is_ordered_for_every_eye(browser: Chromium, path: Path, kind: str) -> None:
     with browser.open(path) as opened:
         steps = [css_colour(viridis_colour(n / 8)) for n in range(9)]
@@ -155,8 +155,8 @@ def test_the_scale_is_ordered_for_every_eye(browser: Chromium, path: Path, kind:
         assert min(b - a for a, b in pairwise(luminance)) > 0.004
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("kind", others_slow(EYES, "deuteranopia"))
+@pytest.mark.parametrize("scheme", others_extra(SCHEMES, quick=["light"]))
+@pytest.mark.parametrize("kind", others_extra(EYES, quick=["deuteranopia"]))
 def test_more_and_less_differ_for_every_eye(
     browser: Chromium, path: Path, kind: str, scheme: str
 ) -> None:
@@ -186,7 +186,7 @@ def _contrast(a: float, b: float) -> float:
 
 
 @pytest.mark.parametrize("mode", ["A", "diff"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", others_extra(SCHEMES, quick=["light"]))
 def test_arcs_are_seen_on_the_paper(browser: Chromium, path: Path, scheme: str, mode: str) -> None:
     with browser.open(path, color_scheme=scheme) as opened:
         opened.do(

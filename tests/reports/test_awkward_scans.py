@@ -1,7 +1,5 @@
 """The viewer with scans that are awkward: hostile words, nothing to show, no numbers, one token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Comparing heads and layers in a browser: by mouse, by keyboard and by touch."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +13,7 @@ import torch
 from headwise.reports.page import save_scan_page
 from headwise.scanning.layer import HEAD_DISTANCE
 from headwise.scanning.result import HeadScan
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.accessibility import small_targets, violations
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import RANKS, viewer_report, viewer_scan
@@ -202,6 +200,7 @@ def test_a_layer_opens_beside_all_layers(opened: Opened, scan: HeadScan) -> None
     opened.wait("s.subject === 'layer'")
 
 
+@pytest.mark.slow
 def test_two_layers_are_compared_by_keyboard(opened: Opened, scan: HeadScan) -> None:
     page = opened.page
     page.focus('[data-id="1.0"]')
@@ -257,6 +256,7 @@ def test_two_layers_are_compared_by_mouse_and_by_touch(opened: Opened, phone: Op
     assert "Layer 2 and layer 1" in page.inner_text(".of-layer")
 
 
+@pytest.mark.slow
 def test_an_address_is_a_pair_of_layers(browser: Chromium, path: Path) -> None:
     with browser.open(path, address="#h=1.0&l=layer&k=2") as opened:
         assert (opened.state()["subject"], opened.state()["against"]) == ("layer", 2)
@@ -274,8 +274,9 @@ VIEWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", others_slow(VIEWS, "layers"))
-@pytest.mark.parametrize("scheme", others_slow(["light", "dark"], "light"))
+@pytest.mark.parametrize("scheme", others_extra(["light", "dark"], quick=["light"]))
 def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str, view: str) -> None:
     with browser.open(path, color_scheme=scheme) as opened:
         opened.page.evaluate(VIEWS[view])
@@ -369,6 +370,7 @@ def two_scans() -> tuple[HeadScan, HeadScan]:
     return scans[0], scans[1]
 
 
+@pytest.mark.slow
 def test_the_scan_named_first_is_a_and_a_change_is_b_less_a(
     browser: Chromium, tmp_path: Path
 ) -> None:
@@ -430,7 +432,7 @@ def open_two(browser: Chromium, folder: Path, width: int, height: int, **names: 
     return browser.open(path, width=width, height=height, address="#p=map")
 
 
-@pytest.mark.parametrize(("width", "height", "least"), others_slow(WINDOWS, *WINDOWS[:2]))
+@pytest.mark.parametrize(("width", "height", "least"), others_extra(WINDOWS, quick=WINDOWS[:2]))
 def test_two_maps_are_as_large_as_their_room(
     browser: Chromium, tmp_path: Path, width: int, height: int, least: int
 ) -> None:
@@ -447,7 +449,7 @@ def test_two_maps_are_as_large_as_their_room(
         assert opened.complaints == []
 
 
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (900, 700), (390, 844)])
+@pytest.mark.parametrize(("width", "height"), others_slow([(1440, 900), (900, 700), (390, 844)]))
 def test_names_in_the_menu_of_others_are_whole(
     browser: Chromium, tmp_path: Path, width: int, height: int
 ) -> None:
@@ -483,7 +485,7 @@ def test_facts_of_two_heads_name_both(opened: Opened) -> None:
     assert tops == sorted(tops)
 
 
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (900, 700)])
+@pytest.mark.parametrize(("width", "height"), others_slow([(1440, 900), (900, 700)]))
 def test_a_list_of_heads_leaves_a_third_to_the_text(
     browser: Chromium, tmp_path: Path, width: int, height: int
 ) -> None:
@@ -509,6 +511,7 @@ def test_a_list_of_heads_leaves_a_third_to_the_text(
         opened.poll("document.querySelector('.cells').scrollTop === 0")
 
 
+@pytest.mark.slow
 def test_a_list_of_heads_fills_a_phone(browser: Chromium, tmp_path: Path) -> None:
     page = save_scan_page(tmp_path / "page.html", viewer_report(viewer_scan(layers=9, heads=8)))
     with browser.open(page, width=390, height=844, address="#v=value&p=heads") as opened:

@@ -1,7 +1,5 @@
 """The page of a diagnosis: complete in itself, and its numbers are those of the diagnosis."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -221,6 +219,7 @@ def test_a_model_has_a_row_for_each_layer_and_causes_once() -> None:
     assert len(page.all("table", class_="heat by-head")) == 2
 
 
+@pytest.mark.slow
 def test_a_comparison_of_layers_is_drawn() -> None:
     torch.manual_seed(0)
     a, b = (Attention(24, 4, num_kv_heads=2, rotary=Rotary(theta=theta)) for theta in (1e4, 5e5))

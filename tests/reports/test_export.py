@@ -1,7 +1,5 @@
 """Figures for print and the lines of Python that draw the same, in a real browser."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re
@@ -20,7 +18,7 @@ from headwise.models import tiny
 from headwise.reports.images import viridis_colour
 from headwise.reports.page import save_scan_page
 from headwise.scanning.result import HeadScan
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import WORDS, turned, viewer_report, viewer_scan
 
@@ -226,6 +224,7 @@ def colours_of(png: Path, drawn: Figure, shape: tuple[int, int], places: Any) ->
     return picture[rows.astype(int), columns.astype(int)]
 
 
+@pytest.mark.slow
 def test_a_picture_is_white_and_has_the_colours_of_the_weights(
     opens: Any, scans: dict[str, HeadScan], tmp_path: Path
 ) -> None:
@@ -251,6 +250,7 @@ def test_a_picture_is_white_and_has_the_colours_of_the_weights(
     assert np.abs(colours_of(png, drawn, (CELLS, CELLS), places) - expected).max() <= 6
 
 
+@pytest.mark.slow
 def test_the_part_in_sight_is_drawn(opens: Any, scans: dict[str, HeadScan], tmp_path: Path) -> None:
     opened = opens("long")
     choose(opened, 2, 1)
@@ -322,7 +322,9 @@ def test_maps_side_by_side_are_two(opens: Any, tmp_path: Path) -> None:
 # ---- all heads, and a token ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("statistic", others_slow(["previous_token", "entropy"], "entropy"))
+@pytest.mark.parametrize(
+    "statistic", others_extra(["previous_token", "entropy"], quick=["entropy"])
+)
 def test_all_heads_have_their_values_and_the_scale(
     opens: Any, scans: dict[str, HeadScan], tmp_path: Path, statistic: str
 ) -> None:
@@ -371,6 +373,7 @@ def test_a_change_of_all_heads_is_centred(opens: Any, tmp_path: Path) -> None:
     assert "82" in drawn.texts
 
 
+@pytest.mark.slow
 def test_the_answer_of_a_token(opens: Any, scans: dict[str, HeadScan], tmp_path: Path) -> None:
     opened = opens("long")
     choose(opened, 1, 0)
@@ -445,6 +448,7 @@ def test_there_is_no_choice_where_nothing_is_drawn(browser: Chromium, tmp_path: 
 # ---- numbers, and Python ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_numbers_are_tables(opens: Any, scans: dict[str, HeadScan], tmp_path: Path) -> None:
     opened = opens("long")
     choose(opened, 1, 0)
@@ -494,6 +498,7 @@ def map_of(drawn: Any) -> Any:
     return drawn.axes[0].images[0].get_array()
 
 
+@pytest.mark.slow
 def test_the_line_of_the_map_draws_it(opens: Any, saved: Any) -> None:
     opened = opens("long")
     choose(opened, 2, 1)
@@ -541,7 +546,7 @@ def test_the_lines_of_a_difference_draw_its_two_maps(opens: Any, saved: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "statistic", others_slow(["induction", "entropy", "effective_keys"], "entropy")
+    "statistic", others_extra(["induction", "entropy", "effective_keys"], quick=["entropy"])
 )
 def test_the_line_of_all_heads_draws_them(opens: Any, saved: Any, statistic: str) -> None:
     opened = opens("long")

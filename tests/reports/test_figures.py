@@ -1,7 +1,5 @@
 """Figures of a scan by matplotlib: the scan's numbers, on scales from the definitions."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys
@@ -253,6 +251,7 @@ def text_of_pdf(pdf: bytes) -> str:
     return shown.replace(b"\0", b"").decode("latin-1")  # two bytes a letter
 
 
+@pytest.mark.slow
 def test_text_stays_text(scan: HeadScan, tmp_path: Path) -> None:
     figure = scan.plot("map")
     figure.savefig(tmp_path / "a.svg")

@@ -1,7 +1,5 @@
 """The viewer in Firefox: a token, a head, the map and the search, as Chromium shows them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +49,7 @@ def test_a_pinned_token_has_the_sentence_of_chromium(
         assert page.state()["lit"] == opened.state()["lit"]
 
 
+@pytest.mark.extra
 def test_a_word_in_all_heads_has_the_answers_of_chromium(
     page: FirefoxPage, browser: Chromium, path: Path
 ) -> None:
@@ -66,6 +65,7 @@ def test_a_word_in_all_heads_has_the_answers_of_chromium(
         assert page.evaluate(labels) == other.page.evaluate(labels)
 
 
+@pytest.mark.extra
 def test_a_head_is_chosen_by_keys_and_its_map_is_drawn(page: FirefoxPage, scan: HeadScan) -> None:
     page.click('[data-id="0.0"]')
     page.wait("s.layer === 0 && s.head === 0")
@@ -88,6 +88,7 @@ def test_a_head_is_chosen_by_keys_and_its_map_is_drawn(page: FirefoxPage, scan: 
         assert max(abs(a - b) for a, b in zip(colour, expected, strict=True)) <= 6
 
 
+@pytest.mark.extra
 def test_the_wheel_zooms_and_the_axes_follow(page: FirefoxPage) -> None:
     labels = (
         "[...document.querySelectorAll('[data-part=map] .tick text')].map((t) => t.textContent)"
@@ -99,6 +100,7 @@ def test_the_wheel_zooms_and_the_axes_follow(page: FirefoxPage) -> None:
     assert page.evaluate(labels) != before
 
 
+@pytest.mark.extra
 def test_the_search_pins_its_places(page: FirefoxPage, scan: HeadScan) -> None:
     ids = scan.texts[0].ids.tolist()
     places = [n for n, token in enumerate(ids) if WORDS[token] == " rabbit"]
@@ -111,6 +113,7 @@ def test_the_search_pins_its_places(page: FirefoxPage, scan: HeadScan) -> None:
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.extra
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_drawn_as_they_were_written(started: Firefox, tmp_path: Path, kind: str) -> None:
     """To the last character, with letters that join, in lines that fit."""

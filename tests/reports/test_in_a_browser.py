@@ -1,7 +1,5 @@
 """Every page without script in a real browser: nothing is fetched, nothing overflows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from headwise.reports import diagnosis
 from headwise.reports import page as scan_page
 from headwise.reports.report import SameFunction, ScanReport
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.browser import FAULTS, NO_FAULTS, Chromium, needs_a_browser
 from tests.reports.diagnoses import report_of_many_heads, report_of_model, report_of_weights
 from tests.reports.prunings import page_of_pruning, page_of_regrouping
@@ -68,7 +66,7 @@ def test_the_first_screen_of_the_study_has_every_answer_beside_its_question(
 
 @pytest.mark.parametrize(
     ("width", "dark"),
-    others_slow([(1280, False), (900, True), (390, False)], (390, False)),
+    others_extra([(1280, False), (900, True), (390, False)], quick=[(390, False)]),
 )
 def test_every_picture_is_drawn_and_nothing_overflows(
     browser: Chromium, path: Path, width: int, dark: bool

@@ -1,7 +1,5 @@
 """The screen: map, heads and text together in a window, and the text under each tab of a phone."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from headwise.models import tiny
 from headwise.reports.page import save_scan_page
 from headwise.reports.report import ScanReport
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import gpt2_sized
 
@@ -50,7 +48,7 @@ WINDOWS = [(1280, 720), (1366, 768), (1440, 900), (1920, 1080)]
 
 
 @pytest.mark.parametrize("page", others_slow(["path", "large"]))
-@pytest.mark.parametrize(("width", "height"), others_slow(WINDOWS, (1280, 720)))
+@pytest.mark.parametrize(("width", "height"), others_extra(WINDOWS, quick=[(1280, 720)]))
 def test_the_map_takes_a_fifth_of_the_window_beside_the_text(
     browser: Chromium, request: pytest.FixtureRequest, page: str, width: int, height: int
 ) -> None:
@@ -70,7 +68,7 @@ def test_the_heads_take_no_more_than_they_need(browser: Chromium, path: Path) ->
         assert text[1] - cells[3] < 16
 
 
-@pytest.mark.parametrize("width", others_slow([1440, 900, 390], 390))
+@pytest.mark.parametrize("width", others_extra([1440, 900, 390], quick=[390]))
 def test_cards_are_one_row_that_scrolls(browser: Chromium, path: Path, width: int) -> None:
     with browser.open(path, width=width, height=844) as opened:
         cards = opened.page.locator("[data-part=standouts] button")
@@ -121,8 +119,9 @@ def test_what_is_said_about_the_page_moves_nothing(browser: Chromium, path: Path
         assert box(opened, "[data-part=map] canvas") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", others_slow(["layers", "links"]))
-@pytest.mark.parametrize("width", others_slow([900, 1280, 1440], 900))
+@pytest.mark.parametrize("width", others_extra([900, 1280, 1440], quick=[900]))
 def test_every_column_of_twelve_heads_is_in_sight(
     browser: Chromium, large: Path, width: int, order: str
 ) -> None:
@@ -138,6 +137,7 @@ def test_every_column_of_twelve_heads_is_in_sight(
             assert opened.page.locator(".cells .share").evaluate_all(cut) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), others_slow([*WINDOWS, (900, 700)]))
 def test_one_word_in_all_heads_moves_nothing(
     browser: Chromium, large: Path, width: int, height: int
@@ -167,6 +167,7 @@ def test_columns_out_of_sight_fade_the_edge(browser: Chromium, large: Path) -> N
         assert not opened.page.locator(f"{cells}[data-more]").count()
 
 
+@pytest.mark.slow
 def test_both_answers_about_a_token_are_in_sight(browser: Chromium, worded: Path) -> None:
     address = "#h=0.0&o=0.2.3&m=both&t=40"
     for width, height in SIZES:
@@ -195,6 +196,7 @@ def test_a_quotation_mark_stands_in_single_ones(browser: Chromium, worded: Path)
         assert "““" not in opened.page.inner_text(".headwise")
 
 
+@pytest.mark.slow
 def test_no_cell_shows_left_of_the_number_of_its_layer(browser: Chromium, large: Path) -> None:
     with browser.open(large, width=390, height=844, has_touch=True, is_mobile=True) as opened:
         opened.do("headwise.app.set({ tab: 'heads' })", "s.tab === 'heads'")
@@ -288,7 +290,7 @@ def worded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_scan_page(page, replace(report, title="all-MiniLM-L6-v2-of-a-long-name"))
 
 
-@pytest.mark.parametrize(("width", "height"), others_slow(SIZES, (390, 844)))
+@pytest.mark.parametrize(("width", "height"), others_extra(SIZES, (390, 844)))
 def test_no_text_is_cut(browser: Chromium, worded: Path, width: int, height: int) -> None:
     tabs = ("heads", "map", "facts", "text") if width < 700 else ("map",)
     faults = set()

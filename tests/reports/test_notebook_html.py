@@ -1,7 +1,5 @@
 """What a notebook shows of single results, and their plain reprs."""
 
-from __future__ import annotations
-
 import base64
 import struct
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Heads that give much of the weight of all queries to one key: what is named, and where."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import replace

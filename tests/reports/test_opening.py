@@ -1,7 +1,5 @@
 """The link that a page opens with: the strongest one of two words, lit, with both in sight."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -163,6 +161,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_scan_page(folder / "page.html", ScanReport.of(scan_of(weights, WORDS)))
 
 
+@pytest.mark.slow
 @needs_a_browser
 def test_the_page_opens_with_its_link(browser: Chromium, page: Path) -> None:
     with browser.open(page, address="") as opened:
@@ -234,6 +233,7 @@ def test_both_words_are_in_sight(browser: Chromium, tmp_path: Path) -> None:
         assert opened.page.evaluate("document.querySelector('.scroller').scrollTop") == top
 
 
+@pytest.mark.slow
 @needs_a_browser
 def test_two_scans_open_without_a_link(browser: Chromium, tmp_path: Path) -> None:
     report = viewer_report(viewer_scan(), second=viewer_scan(), names=("before", "after"))

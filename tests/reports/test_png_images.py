@@ -1,7 +1,5 @@
 """Small pictures: the colours are viridis, the files are PNG."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

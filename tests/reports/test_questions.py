@@ -4,8 +4,6 @@ By mouse, by keyboard and by touch. Moving the pointer or the focus is no action
 key and a typed word are one each. Every answer is compared with the `AttentionMatrix` of the head.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The viewer looks as in the pictures of the documentation."""
 
-from __future__ import annotations
-
 import pytest
 from PIL import Image
 

@@ -1,7 +1,5 @@
 """The static form of a scan: complete in itself, and its numbers are the scan's."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

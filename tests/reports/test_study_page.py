@@ -1,7 +1,5 @@
 """The page of the study: complete in itself, and what it says is what was measured."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The page of a pruning: its numbers are those of the cut."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """The text of a scan, as ``print`` shows it."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """The viewer in a real browser: what is clicked, typed and pointed at, and what it then shows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import torch
 from headwise.reports.images import viridis_colour
 from headwise.reports.page import save_scan_page
 from headwise.scanning.result import HeadScan
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import WORDS, viewer_report, viewer_scan
 
@@ -183,6 +181,7 @@ def test_pointing_previews_and_leaving_goes_back(opened: Opened) -> None:
     opened.poll("headwise.app.light.lights.token === 7")
 
 
+@pytest.mark.slow
 def test_a_cell_of_the_map_says_its_tokens_and_value(opened: Opened, scan: HeadScan) -> None:
     choose(opened, 0, 1)
     box = opened.page.locator(MAP).first.bounding_box()
@@ -278,6 +277,7 @@ def test_search(opened: Opened, scan: HeadScan) -> None:
     opened.page.wait_for_selector("text=not in the text")
 
 
+@pytest.mark.slow
 def test_an_address_is_a_view_and_back_goes_back(browser: Chromium, path: Path) -> None:
     address = "#s=entropy&h=2.4&t=17&d=queries&z=4,0.25,0.25"
     with browser.open(path, address=address) as opened:
@@ -354,6 +354,7 @@ def test_at_most_15_tab_stops_before_the_text(opened: Opened) -> None:
 # ---- comparing, and files ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_heads_are_compared(opened: Opened, scan: HeadScan) -> None:
     choose(opened, 0, 1)
     opened.page.click('[data-id="2.3"]', modifiers=["Shift"])
@@ -451,7 +452,7 @@ def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", others_slow([1150, 800], 1150))
+@pytest.mark.parametrize("width", others_extra([1150, 800], quick=[1150]))
 def test_a_lit_token_moves_nothing(browser: Chromium, path: Path, width: int) -> None:
     with browser.open(path, width=width) as opened:
         choose(opened, 1, 1)

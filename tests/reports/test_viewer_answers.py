@@ -1,7 +1,5 @@
 """What the viewer answers about a token, against the dense weights of the attention matrix."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from headwise.reports.page import save_scan_page
 from headwise.reports.report import ScanReport
 from headwise.scanning.layer import ScannedText
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 
@@ -99,7 +97,7 @@ def percent(share: float) -> str:
 
 
 @pytest.mark.parametrize("direction", others_slow(DIRECTIONS))
-@pytest.mark.parametrize("token", others_slow([0, 17, 52, LENGTH - 1], 17))
+@pytest.mark.parametrize("token", others_extra([0, 17, 52, LENGTH - 1], quick=[17]))
 def test_the_map_answers_with_every_weight(
     opened: Opened, single: Read, token: int, direction: str
 ) -> None:
@@ -205,7 +203,9 @@ def mean_of_block(matrix: AttentionMatrix, row: int, size: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, -length % size)).unflatten(1, (-1, size)).sum(2)
 
 
-@pytest.mark.parametrize("length", others_slow([129, 200, 511, 512, 513, 1000, 16_384], 513))
+@pytest.mark.parametrize(
+    "length", others_extra([129, 200, 511, 512, 513, 1000, 16_384], quick=[513])
+)
 def test_200_places_of_the_map_are_those_of_the_matrix(
     browser: Chromium, tmp_path: Path, length: int
 ) -> None:
@@ -348,6 +348,7 @@ def swatches(opened: Opened, kind: str) -> list[tuple[list[float], str]]:
     return [(colour(background), words) for background, words in found]
 
 
+@pytest.mark.slow
 def test_marks_are_as_large_as_the_weights(browser: Chromium, named: Read) -> None:
     with browser.open(named.path, address="#s=entropy&h=0.1&o=none", init=RADII) as opened:
         opened.page.evaluate("rings.length = 0")
@@ -426,7 +427,7 @@ def test_changes_are_sorted_by_their_size(compared: Opened, named: Read, directi
     assert badge.endswith(f"Token: its {len(large)} largest changes, {share} of all change.")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", others_slow(["light", "dark"]))
 def test_a_change_has_one_colour_in_text_map_and_scales(
     browser: Chromium, named: Read, scheme: str
 ) -> None:

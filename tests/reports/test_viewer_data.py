@@ -1,7 +1,5 @@
 """The data of the viewer's page: sizes, hostile texts, and values within their quantisation."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

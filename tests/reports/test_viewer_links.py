@@ -1,7 +1,5 @@
 """One word in all heads, in a real browser: the cells' answers against the attention matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,6 +120,7 @@ def label(opened: Opened, layer: int, head: int) -> str:
 # ---- by mouse ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pinned_word_answers_for_every_head(browser: Chromium, sentence: Read) -> None:
     """Which head links "it" to "suitcase"? Two clicks, and one more opens the head."""
     with browser.open(sentence.path, address="#s=entropy&h=0.2") as opened:
@@ -152,6 +151,7 @@ def test_a_pinned_word_answers_for_every_head(browser: Chromium, sentence: Read)
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_a_pair_of_words_in_every_head(browser: Chromium, sentence: Read) -> None:
     with browser.open(sentence.path, address="#s=entropy&h=0.2") as opened:
         page = opened.page
@@ -185,6 +185,7 @@ def test_a_pair_of_words_in_every_head(browser: Chromium, sentence: Read) -> Non
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_what_looks_at_a_word(browser: Chromium, sentence: Read) -> None:
     with browser.open(sentence.path, address="#s=entropy&h=0.2") as opened:
         opened.page.click('[data-direction="queries"]')
@@ -243,6 +244,7 @@ def test_bounds_where_the_page_holds_the_first_key(browser: Chromium, blocks: Re
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_what_gives_most_and_what_may_give_more(
     browser: Chromium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,11 +279,13 @@ def test_what_gives_most_and_what_may_give_more(
     assert len(bounds) >= 3
 
 
+@pytest.mark.slow
 def test_answers_are_inflated_while_nothing_is_asked(browser: Chromium, blocks: Read) -> None:
     """A quiet page needs its blobs no more."""
     token = 99
     with browser.open(blocks.path, address=f"#s=entropy&h=0.0&t={token}") as opened:
-        opened.page.wait_for_timeout(1000)
+        opened.poll("headwise.app.ahead.has(0)")
+        opened.page.evaluate("headwise.app.ahead.get(0).then(() => null)")
         gone = (
             "document.querySelectorAll('[data-blob^=\"0/top\"]').forEach((each) => each.remove())"
         )
@@ -293,6 +297,7 @@ def test_answers_are_inflated_while_nothing_is_asked(browser: Chromium, blocks: 
 # ---- by keyboard, by touch, by address -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_by_keyboard(browser: Chromium, sentence: Read) -> None:
     with browser.open(sentence.path, address=f"#s=entropy&h=5.5&t={IT}") as opened:
         page = opened.page
@@ -343,7 +348,7 @@ def test_by_touch(browser: Chromium, sentence: Read) -> None:
         session = page.context.new_cdp_session(page)
         touch = {"type": "touchStart", "touchPoints": [point]}
         session.send("Input.dispatchTouchEvent", touch)
-        page.wait_for_timeout(700)
+        opened.wait(f"s.second === {SUITCASE}")
         session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
         shown = answers(opened, IT, SUITCASE)
         assert opened.state()["token"] == IT
@@ -351,6 +356,7 @@ def test_by_touch(browser: Chromium, sentence: Read) -> None:
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_an_address_keeps_the_pair(browser: Chromium, sentence: Read) -> None:
     with browser.open(sentence.path, address="#s=entropy&h=5.5&t=11&u=9&v=strongest") as opened:
         shown = answers(opened, IT, SUITCASE)
@@ -361,6 +367,7 @@ def test_an_address_keeps_the_pair(browser: Chromium, sentence: Read) -> None:
         opened.wait(f"s.token === {IT} && s.second === {SUITCASE}")
 
 
+@pytest.mark.slow
 def test_a_filter_of_links_is_in_per_cent(browser: Chromium, sentence: Read) -> None:
     with browser.open(sentence.path, address="#s=entropy&h=5.5&t=11&u=9&v=links&f=>30") as opened:
         shown = answers(opened, IT, SUITCASE)

@@ -1,7 +1,5 @@
 """The viewer on other screens, on paper, and with long texts; and all ways in are in sight."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +8,7 @@ import pytest
 
 from headwise.reports import page as scan_page
 from headwise.reports.page import render_scan_page, save_scan_page
-from tests.quick import others_slow
+from tests.quick import others_extra
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import SCALARS, gpt2_sized, large, viewer_report, viewer_scan
 
@@ -23,8 +21,9 @@ MOST_PAGES = 4
 # ---- screens -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", others_slow([1400, 900, 390], 390))
-@pytest.mark.parametrize("scheme", others_slow(["light", "dark"], "light"))
+@pytest.mark.slow
+@pytest.mark.parametrize("width", others_extra([1400, 900, 390], quick=[390]))
+@pytest.mark.parametrize("scheme", others_extra(["light", "dark"], quick=["light"]))
 def test_widths(browser: Chromium, path: Path, width: int, scheme: str) -> None:
     touch = width == 390
     with browser.open(path, width=width, color_scheme=scheme, has_touch=touch) as opened:
@@ -42,7 +41,7 @@ def test_widths(browser: Chromium, path: Path, width: int, scheme: str) -> None:
         assert opened.complaints == []
 
 
-@pytest.mark.parametrize("width", others_slow([1400, 1100], 1100))
+@pytest.mark.parametrize("width", others_extra([1400, 1100], quick=[1100]))
 def test_every_way_in_is_in_sight(browser: Chromium, tmp_path: Path, width: int) -> None:
     """A scan in which a head stands out by each statistic."""
     scan = viewer_scan()
@@ -63,6 +62,7 @@ def test_every_way_in_is_in_sight(browser: Chromium, tmp_path: Path, width: int)
         assert opened.page.evaluate("document.documentElement.scrollHeight <= innerHeight")
 
 
+@pytest.mark.slow
 def test_the_chosen_sentence_is_in_sight_on_a_phone(browser: Chromium, tmp_path: Path) -> None:
     """The sentences are one row there; a tap on the edge of one shows all of it."""
     scan = viewer_scan()

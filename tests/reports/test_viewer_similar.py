@@ -1,7 +1,5 @@
 """The most similar heads on the page: the scan's distances, and on how many queries they are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,6 +116,7 @@ def percent(share: float) -> str:
     return "0 %" if share == 0 else f"{100 * share:.{digits}f} %"
 
 
+@pytest.mark.slow
 @needs_a_browser
 def test_the_page_has_the_distances_of_the_scan(browser: Chromium, tmp_path: Path) -> None:
     torch.manual_seed(0)

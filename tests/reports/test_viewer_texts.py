@@ -1,7 +1,5 @@
 """The viewer with texts of several kinds: two under cross attention, several, one of groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The text as it was written, in the viewer: drawn, copied, searched, and its tokens chosen."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ import torch
 from headwise.models import tiny
 from headwise.reports.page import save_scan_page
 from headwise.scanning.written import WrittenText
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 from tests.reports.written_pages import DRAWN, LINES, page_of, tokenized
@@ -43,7 +41,7 @@ def show(opened: Opened, sequence: int) -> None:
     opened.poll(f"{first}.startsWith(document.querySelector('.sheet .row')?.textContent || '-')")
 
 
-@pytest.fixture(scope="module", params=others_slow(KINDS, "byte-level"))
+@pytest.fixture(scope="module", params=others_extra(KINDS, quick=["byte-level"]))
 def all_texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of all texts, read by one tokenizer."""
     written = [tokenized(request.param, text) for text in TEXTS.values()]
@@ -53,7 +51,8 @@ def all_texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 # ---- drawn and copied ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", others_slow(WIDTHS, "wide"))
+@pytest.mark.slow
+@pytest.mark.parametrize("width", WIDTHS)
 def test_what_is_drawn_and_copied_is_the_text(
     browser: Chromium, all_texts: Path, width: str
 ) -> None:
@@ -311,7 +310,7 @@ PHRASES = {
 }
 
 
-@pytest.mark.parametrize("name", others_slow(PHRASES, "hebrew"))
+@pytest.mark.parametrize("name", others_extra(PHRASES, quick=["hebrew"]))
 def test_phrases_are_found_and_marked(browser: Chromium, all_texts: Path, name: str) -> None:
     with browser.open(all_texts, address="#p=text") as opened:
         show(opened, list(TEXTS).index(name))

@@ -1,7 +1,5 @@
 """The widget of a notebook: its traits, rows from the kernel, and its script in a browser."""
 
-from __future__ import annotations
-
 import base64
 import json
 from itertools import product
@@ -76,6 +74,7 @@ def read(model: Any, ids: torch.Tensor) -> HeadScan:
     return scan(model, ids, statistics=["standard", Map(64)])
 
 
+@pytest.mark.slow
 def test_traits(read: HeadScan, model: Any, ids: torch.Tensor) -> None:
     widget = read.view(title="tiny", height=500)
     meta, blobs = viewer_data(ScanReport.of(read, title="tiny"))

@@ -1,7 +1,5 @@
 """Scans for the viewer that no model made: of any size, in a few seconds, from a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

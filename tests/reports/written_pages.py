@@ -1,7 +1,5 @@
 """Pages of texts as they were written, with attention at random, and scripts that read them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

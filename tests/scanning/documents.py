@@ -5,8 +5,6 @@
 At document STOP it says so and waits to be killed.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

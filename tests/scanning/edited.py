@@ -1,7 +1,5 @@
 """Edits of a saved scan, with a digest that is right again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

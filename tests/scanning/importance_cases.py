@@ -1,7 +1,5 @@
 """Models whose head importance is known, in sizes that do not coincide."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

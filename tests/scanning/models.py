@@ -1,7 +1,5 @@
 """Small models of every way in which a scan reaches attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

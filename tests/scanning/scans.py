@@ -1,7 +1,5 @@
 """Real scans of random calls: matrices that are swept, without a model around them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace

@@ -4,8 +4,6 @@ A merged adapter gives the weight that the statistic has to be of. Of the adapte
 same, or it is missing.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

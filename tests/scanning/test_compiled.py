@@ -1,7 +1,5 @@
 """What torch.compile has compiled is scanned as it was written, and stays compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A saved scan that was damaged or edited is refused, in format 2 and in format 1."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The estimate of a scan: sizes by hand, memory against a run, and that more costs more."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -132,6 +130,7 @@ def test_scores_of_the_whole_vocabulary_count_where_they_are_made() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_speed_of_this_machine_is_measured() -> None:
     call = CallSizes(6, 16, is_causal=True, span=None)
     found = estimate_scan(bert(), [call], STANDARD, [100], held_bytes=0)

@@ -1,7 +1,5 @@
 """Exact rows of a model: those of its attention matrix, by sequence and query."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a scan says around an attention call is so, or is not said."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

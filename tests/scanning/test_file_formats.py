@@ -1,7 +1,5 @@
 """Format 1 of a saved scan, and the ids by which a file knows its statistics."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

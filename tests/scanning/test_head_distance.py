@@ -4,8 +4,6 @@ All is float64, and as near as `tests.scanning.statistics.calls.assert_is` allow
 heads of 2 kv heads and 4 heads of 4; no two axes have one length.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -268,6 +266,7 @@ def kept_rows(heads: int, *, length: int, read: int) -> similarity.KeptRows:
     )
 
 
+@pytest.mark.slow
 def test_the_count_of_differences_is_that_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
 

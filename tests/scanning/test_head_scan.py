@@ -1,7 +1,5 @@
 """The result of a scan: what is read from it, and how several become one."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import replace
@@ -109,6 +107,7 @@ def test_the_table_has_a_row_for_each_head_that_was_looked_at() -> None:
     assert math.isnan(row["distance"])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_table_in_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     scan = random_scan(layers=2)
     frame = scan.to_pandas()

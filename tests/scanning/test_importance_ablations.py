@@ -1,7 +1,5 @@
 """Importance by ablation: by hand, what stands in for a head, and how results merge."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

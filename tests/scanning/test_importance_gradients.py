@@ -1,7 +1,5 @@
 """Importance by gradients: by hand, against a hook, and what it must not depend on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

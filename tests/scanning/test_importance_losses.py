@@ -1,7 +1,5 @@
 """What a loss must be, the default loss, and that a model is left as it was found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

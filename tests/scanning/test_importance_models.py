@@ -1,7 +1,5 @@
 """Importance in models of transformers and of torch, against hooks on their own attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Links of a token in every head: closed forms, then against the dense weights in float64."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory of this machine: what psutil says, and limits of groups in files that were made up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Maps of texts of several lengths, of a generation with a cache, and of an earlier version."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A corpus by parts: shares, resumed and killed runs, merges in any order, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

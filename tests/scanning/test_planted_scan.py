@@ -5,8 +5,6 @@ statistics of them are the slow ones of `tests.scanning.statistics.dense_statist
 The scan may be off by the rounding of float32 alone (`tests.scanning.statistics.calls.roundoff`).
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

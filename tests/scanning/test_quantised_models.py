@@ -1,7 +1,5 @@
 """Models whose weights are no plain tensors: quantised by torchao."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The recorder: what it leaves behind, and attention by explicit products that it names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

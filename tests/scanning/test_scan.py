@@ -1,7 +1,5 @@
 """`scan`: every way of reaching attention, what it says of it, and how it leaves the model."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +17,7 @@ from headwise.models import tiny
 from headwise.scanning._scan import scan
 from headwise.scanning.statistics.catalogue import STANDARD
 from tests.memory import LargestTensor
+from tests.quick import others_extra
 from tests.scanning.models import (
     BATCH,
     CASES,
@@ -361,8 +360,7 @@ def test_inputs_of_no_known_form(given: Any) -> None:
         scan(bert(), given)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [gpt2, bert])
+@pytest.mark.parametrize("make", others_extra([bert, gpt2]))
 def test_no_tensor_is_queries_by_keys(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,5 @@
 """What changed between two scans, and heads that have changed places."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

@@ -1,7 +1,5 @@
 """A scan as a file: whole, the same bytes, and clear words about any other file."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Options that name several things take a single one; what they do not take is said shortly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

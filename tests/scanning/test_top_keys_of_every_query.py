@@ -1,7 +1,5 @@
 """The keys with the largest weights of every query, against the dense weights in float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

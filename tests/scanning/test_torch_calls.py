@@ -1,7 +1,5 @@
 """Calls of torch's operator, as they are shown: against the arithmetic written down in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A module that attends more than once in one pass: parts of one text, or the same text again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

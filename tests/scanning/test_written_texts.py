@@ -1,7 +1,5 @@
 """The text as it was written: from tokenizers, through scans and files, to the page's data."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path
@@ -289,6 +287,7 @@ def test_a_corpus_keeps_the_texts(tmp_path: Path) -> None:
         scan_part(model, read, tmp_path / "out", statistics="entropy")
 
 
+@pytest.mark.slow
 def test_a_planned_scan_keeps_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text := "Grüße, 🐇!", "utf-8")
     model = open_model()

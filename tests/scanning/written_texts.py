@@ -1,7 +1,5 @@
 """Texts in many scripts, and the three kinds of tokenizers, trained on them on the spot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

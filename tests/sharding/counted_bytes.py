@@ -18,8 +18,6 @@ the arguments of the call, for n ranks:
 A backend may send more or less on the wire: gloo's reduce_scatter sends as much as an all_reduce.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ ranks are forked from a server that has imported once what the tests import, so 
 second.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Bytes that each collective sends, against the formulas, in the forward and the backward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks of the process group and of what ranks share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The picture of the guide is the one that its tool draws."""
 
-from __future__ import annotations
-
 from tools.sharding_picture import CELLS, PANELS, PICTURE, RANKS, picture
 
 

@@ -1,7 +1,5 @@
 """Asking a question again after something was broken."""
 
-from __future__ import annotations
-
 from headwise.study.question import Answer, load_question
 from headwise.study.run import answer_question
 

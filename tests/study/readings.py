@@ -1,7 +1,5 @@
 """What encoders with random weights read, at once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Whether headwise's layers are the same function as a model's own, and what is then said."""
 
-from __future__ import annotations
-
 import pytest
 
 from headwise.errors import MissingExtraError

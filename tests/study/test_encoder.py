@@ -1,7 +1,5 @@
 """The encoders of the study: MiniLM, and one with random weights in its place."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

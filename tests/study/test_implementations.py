@@ -1,7 +1,5 @@
 """Attention as others wrote it: filled as given, and the same function."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """The formula of a whole layer and its error budget: safe for honest layers, tight for others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Times: what is run, in which order, and on how many threads; never how long it took."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

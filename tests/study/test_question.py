@@ -1,7 +1,5 @@
 """An answer is made of its numbers, and turns with them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

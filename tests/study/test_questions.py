@@ -3,8 +3,6 @@
 Each question's own tests, in questions/, see its verdict turn.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from functools import cache
@@ -17,7 +15,7 @@ from headwise.study import page as charts
 from headwise.study import run as catalogue
 from headwise.study.question import Answer, Question, load_question
 from headwise.study.run import answer_question
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.html import Tree
 from tools import study as documentation
 
@@ -67,21 +65,13 @@ def apart(ours: Any, theirs: Any, where: str = "") -> list[str]:
 
 
 # Those that train or time for long.
-SLOW = (
-    "packing",
-    "weights-of-one",
-    "learning",
-    "axis-order",
-    "must-divide",
-    "implementations",
-    "same-function",
+SLOW = ("packing", "learning", "axis-order", "must-divide", "implementations")
+EXTRA = ("weights-of-one", "same-function")
+
+
+@pytest.mark.parametrize(
+    "name", others_extra(catalogue.IDS, *SLOW, quick={*catalogue.IDS}.difference(SLOW, EXTRA))
 )
-QUESTIONS = [
-    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in catalogue.IDS
-]
-
-
-@pytest.mark.parametrize("name", QUESTIONS)
 def test_it_is_borne_out_and_the_documentation_has_its_numbers(name: str) -> None:
     question = load_question(name)
     answer = answer_question(question)

@@ -1,7 +1,5 @@
 """The study: which questions are asked, with which random numbers, and what is left out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Templates over numbers."""
 
-from __future__ import annotations
-
 import pytest
 
 from headwise.study.question import fill_template, format_scientific

@@ -1,7 +1,5 @@
 """Arguments of other libraries are refused with what to pass instead, and nothing else changes."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Integers of every dtype mean what they mean in int64: none wraps, and none is refused."""
 
-from __future__ import annotations
-
 import jaxtyping
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Values in nested containers."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Packages that only some rooms need: quiet where they are, a pip line where they are not."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Private functions of torch: their answers, and the substitutes where they are missing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

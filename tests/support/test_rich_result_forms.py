@@ -1,7 +1,5 @@
 """Rich forms of results, from the one table of what draws them."""
 
-from __future__ import annotations
-
 from html import unescape
 from pkgutil import resolve_name
 

@@ -1,7 +1,5 @@
 """When a value may be read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 A family is called with fields of its config that shall be others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers of all geometries, and the budget of what a cut layer must still return."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small models and data to choose heads on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The check of a written folder, whose new process is a stub here."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads that go, chosen from effects that are known."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

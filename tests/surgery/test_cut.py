@@ -1,7 +1,5 @@
 """Cuts as data: JSON, composition, words, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The figures in the documentation are those of the pictures beside them."""
 
-from __future__ import annotations
-
 import re
 
 from tests.root import ROOT

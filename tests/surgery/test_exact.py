@@ -1,7 +1,5 @@
 """Cuts that change no output: heads reordered, without output, expanded, collapsed, turned."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Repairs fitted to data: means, and refits kept where other tokens agree."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

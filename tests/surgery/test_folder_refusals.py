@@ -1,7 +1,5 @@
 """Folders that are refused: damaged, quantised, adapted, of other versions; and wrong targets."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

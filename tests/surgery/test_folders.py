@@ -1,7 +1,5 @@
 """Cuts of stored models: the forms that a family has, and what plain transformers loads of it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -48,20 +46,28 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         write(without(model, GONE), folder / "source", folder / "cut", form=form)
         save_file(inputs_of(model), folder / "inputs.safetensors")
         folders[family] = folder
+    return folders
+
+
+@pytest.fixture(scope="module")
+def outputs(written: dict[str, Path]) -> dict[str, torch.Tensor]:
+    """By family, what plain transformers computes from that folder, in a process of its own."""
     command = [sys.executable, "-c", LOADED_BY_PLAIN_TRANSFORMERS]
-    command += [str(folder / "cut") for folder in folders.values()]
+    command += [str(folder / "cut") for folder in written.values()]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert not done.returncode, done.stderr[-2000:]
-    return folders
+    return {
+        family: load_file(folder / "output.safetensors")["output"]
+        for family, folder in written.items()
+    }
 
 
 @pytest.mark.slow
 @families
 def test_plain_transformers_gives_the_outputs_of_the_cut_in_memory(
-    family: str, written: dict[str, Path]
+    family: str, outputs: dict[str, torch.Tensor]
 ) -> None:
-    folder, model = written[family], FAMILIES[family]()
-    stored = load_file(folder / "output.safetensors")["output"]
+    stored, model = outputs[family], FAMILIES[family]()
     expected = output_of(cut_model(without(model, GONE), model))
     assert float((stored - output_of(model)).abs().max()) > 1e-3
     exact = output_of(cut_model(without(model, GONE), model).double()).double()

@@ -1,7 +1,5 @@
 """Scans of what was cut: heads keep the numbers that they had."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

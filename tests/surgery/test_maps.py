@@ -1,7 +1,5 @@
 """Maps that make one kv head of several: their cost by hand, and the least there is."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """What prunings and regroupings report alike: the sign of a change, and its interval."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

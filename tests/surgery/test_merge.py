@@ -1,7 +1,5 @@
 """Merged kv heads: what queries and outputs lose, in layers of all kinds and in models."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cuts of models of transformers in memory: every family, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

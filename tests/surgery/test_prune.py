@@ -1,7 +1,5 @@
 """Pruning of whole models: heads chosen, layers mended, quality measured on other data."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measures of a model on data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Pruning of the model that ships, on Python that it has not seen: its induction head stays."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -41,6 +39,7 @@ def assert_stays(gone: dict[str, list[int]]) -> None:
         assert head["head"] not in gone.get(f"blocks.{head['layer']}.attention.", [])
 
 
+@pytest.mark.slow
 def test_gradients_keep_the_heads_that_copy() -> None:
     to_fit, held_out = (part[:8] for part in read_ports())
     plan = plan_prune(tiny.load(), to_fit, held_out=held_out, keep=0.5, by="gradient")

@@ -1,7 +1,5 @@
 """Models with faults that no cause made, and the causes that a search names for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

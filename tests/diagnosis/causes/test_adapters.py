@@ -1,7 +1,5 @@
 """Adapters of low rank that are merged on one side alone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -69,6 +67,7 @@ def test_an_adapter_on_some_heads_keeps_the_others(times: int) -> None:
     assert "NOT explained" not in str(diagnosis)
 
 
+@pytest.mark.slow
 def test_a_merge_that_was_stored_in_float32_with_more_columns_than_tokens() -> None:
     torch.manual_seed(0)
     original = Attention(192, 4)
@@ -171,7 +170,7 @@ def test_heads_of_a_function_that_are_mirrored() -> None:
     assert NAME not in [each.name for each in diagnosis.function.causes]
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_gate_with_more_columns_than_tokens() -> None:
     torch.manual_seed(0)
     original = Attention(192, 4)

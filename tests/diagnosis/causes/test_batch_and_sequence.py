@@ -1,7 +1,5 @@
 """Layers that take (batch, tokens, width) as (tokens, batch, width)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

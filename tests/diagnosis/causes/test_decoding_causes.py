@@ -1,7 +1,5 @@
 """Causes that show in calls with a cache alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -78,6 +76,7 @@ def test_a_position_offset_in_all_later_calls_is_one_cause(offset: int) -> None:
     assert not result.left.cells_beyond_rounding
 
 
+@pytest.mark.slow
 def test_a_position_offset_beside_a_scale() -> None:
     model = model_of(causal=True)
     calls = decoded(model.with_settings(scale=0.5), inputs_of(steps=STEPS), moved_by(-2))
@@ -204,6 +203,7 @@ def test_keys_that_a_cache_dropped(
     assert not result.left.cells_beyond_rounding
 
 
+@pytest.mark.slow
 def test_dropped_keys_beside_a_scale() -> None:
     model = model_of(causal=True)
     calls = short_cache(model.with_settings(scale=0.2), last_four)

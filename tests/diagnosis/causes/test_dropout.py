@@ -1,7 +1,5 @@
 """Dropout that is left on in a function: it is read off outputs, whatever draws it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -79,6 +77,7 @@ def test_dropout_of_a_function_that_takes_a_mask(layer: Attention) -> None:
     assert function.cause_names == ["dropout left on"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "rates"), [("output", WAYS["output"][1]), ("both", {"p of both": 0.325})]
 )

@@ -1,7 +1,5 @@
 """Every cause, named on a case of the fault bench whose injector knows nothing of it."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path
@@ -52,8 +50,7 @@ def cases() -> dict[str, Case]:
 CASES = cases()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", sorted(CASES))
+@pytest.mark.parametrize("fault", others_slow(sorted(CASES), "softcap"))
 def test_the_cause_of_a_fault_is_named(fault: str) -> None:
     scored = CASES[fault].score()
     assert scored.is_right, scored.answer
@@ -64,14 +61,6 @@ def test_names_and_symptoms_are_of_one_cause_each() -> None:
     assert sorted(NAMES) == sorted({*NAMES})
     assert sorted(symptoms) == sorted({*symptoms})
     assert all(cause.stages for cause in CAUSES)
-
-
-@pytest.mark.parametrize(
-    "fault", others_slow(["softcap", "rotary pairing", "merge without transpose"])
-)
-def test_causes_of_three_stages(fault: str) -> None:
-    scored = CASES[fault].score()
-    assert scored.is_right, scored.answer
 
 
 def test_a_layer_in_bfloat16_is_the_same_to_rounding() -> None:

@@ -1,7 +1,5 @@
 """Axes that are flattened in one order and read in another, and heads that meet other kv heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +20,7 @@ from tests.diagnosis.causes.faulty_models import (
     searched,
 )
 from tests.diagnosis.causes.test_parts_of_a_fault import SLOPES, outputs_of
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 
 Change = Callable[[ForcedStage], Tensor]
 PADDED = torch.arange(TOKENS) < torch.tensor([TOKENS, 13, 9])[:, None]
@@ -185,8 +183,7 @@ def test_the_fault_is_named(fault: str) -> None:
     assert not result.left.cells_beyond_rounding
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", others_extra(FAULTS, *[*FAULTS][::3]))
 def test_the_fault_is_named_of_outputs_alone(fault: str) -> None:
     right, wrong, calls, name = faulty(fault)
     outputs = [each.with_stages({"output": each.stages["output"]}) for each in calls]

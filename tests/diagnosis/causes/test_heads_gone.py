@@ -1,7 +1,5 @@
 """Layers and models that lost heads, against those that they were cut from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -57,6 +55,7 @@ def test_slopes_stay_those_of_the_heads() -> None:
     assert causes_of(other, layer) == [("heads gone", {"without heads": (2,)})]
 
 
+@pytest.mark.slow
 def test_what_is_left_has_its_own_causes() -> None:
     layer = layer_of()
     made = cut_layer(cut_of(layer).drop([2, 3]), layer)
@@ -114,6 +113,7 @@ def test_other_heads_are_not_matched() -> None:
 IDS = torch.arange(34).reshape(2, 17)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_cut_model_against_its_original(family: str) -> None:
     model = FAMILIES[family](num_hidden_layers=3)

@@ -1,7 +1,5 @@
 """Weights that were never loaded, seen from fewer tokens than would decide them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -56,6 +54,7 @@ def test_other_weights_are_not_named() -> None:
     assert searched(kind, wq=low_rank) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", others_slow(["trained-like", "init-like"]))
 def test_initial_values_that_still_hold_the_right_ones_are_not_named(kind: Kind) -> None:
     right = weights("wq", kind)

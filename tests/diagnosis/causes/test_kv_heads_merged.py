@@ -1,7 +1,5 @@
 """Layers and models whose kv heads were merged, against those that they were made from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -15,7 +13,7 @@ from headwise.identify.results import Diagnosis, Verdict
 from headwise.surgery import Cut, LayerCut, ModelHeads, cut_layer, cut_model, regroup
 from headwise.surgery.maps import How
 from tests.diagnosis.among import compare_among
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.surgery.families import FAMILIES, GROUPED, inputs_of
 
 EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 40, 12, 6, 10, 7
@@ -54,8 +52,7 @@ def expect(a: Any, b: Any, inputs: Any, parameters: dict[str, Any]) -> None:
 READ = ["llama", "bert", "gpt2", "qwen3", "gemma2", "vit", "t5", "bart"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", READ)
+@pytest.mark.parametrize("family", others_extra(READ, "t5"))
 def test_the_mean_of_neighbours_in_each_family(family: str) -> None:
     model = FAMILIES[family]()
     count = 3 if family in GROUPED else 2
@@ -63,8 +60,7 @@ def test_the_mean_of_neighbours_in_each_family(family: str) -> None:
     expect(merged(model, count), model, inputs_of(model), {"kv heads": groups})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["bert", "vit"])
+@pytest.mark.parametrize("family", others_extra(["bert", "vit"]))
 def test_the_mean_of_heads_in_another_order(family: str) -> None:
     model, order = FAMILIES[family](), (0, 3, 5, 1, 4, 2)
     parameters = {"kv heads": "0+3+5, 1+2+4", "heads in the order": order}
@@ -84,9 +80,10 @@ def test_weights_of_other_dtypes(family: str, dtype: torch.dtype) -> None:
     assert f"{NAME} explains all of it" in str(diagnosis)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [how for how in get_args(How) if how != "mean"])
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize(
+    ("family", "how"),
+    others_extra([(f, how) for f in ("llama", "bert") for how in get_args(How) if how != "mean"]),
+)
 def test_merges_by_maps_have_no_known_cause(family: str, how: How) -> None:
     model = FAMILIES[family]()
     torch.manual_seed(3)
@@ -117,25 +114,29 @@ def whole() -> LayerCut:
 ORDER = [4, 5, 0, 1, 11, 10, 2, 3, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("options", [{}, {"k_bias": True, "v_bias": True}, {"sink": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", others_slow([{}, {"k_bias": True, "v_bias": True}, {"sink": True}]), ids=str
+)
 @pytest.mark.parametrize(
     ("cut", "parameters"),
-    [
-        (whole().merge(3), {"kv heads": "0+1, 2+3, 4+5"}),
-        (
-            whole().keep(ORDER).merge(2),
-            {"kv heads": "0+2+5, 1+3+4", "heads in the order": tuple(ORDER)},
-        ),
-        (whole().merge(2).expand(4), {"kv heads": "0+1+2, 3+4+5"}),
-        (
-            whole().drop([2, 3, 8, 9]).merge(2),
-            {"kv heads": "0+2, 3+5", "without heads": (2, 3, 8, 9)},
-        ),
-        (
-            whole().drop([0, 3, 4, 6, 9, 11]).merge(3),
-            {"kv heads": "0+1, 2+3, 4+5", "without heads": (0, 3, 4, 6, 9, 11)},
-        ),
-    ],
+    others_slow(
+        [
+            (whole().merge(3), {"kv heads": "0+1, 2+3, 4+5"}),
+            (
+                whole().keep(ORDER).merge(2),
+                {"kv heads": "0+2+5, 1+3+4", "heads in the order": tuple(ORDER)},
+            ),
+            (whole().merge(2).expand(4), {"kv heads": "0+1+2, 3+4+5"}),
+            (
+                whole().drop([2, 3, 8, 9]).merge(2),
+                {"kv heads": "0+2, 3+5", "without heads": (2, 3, 8, 9)},
+            ),
+            (
+                whole().drop([0, 3, 4, 6, 9, 11]).merge(3),
+                {"kv heads": "0+1, 2+3, 4+5", "without heads": (0, 3, 4, 6, 9, 11)},
+            ),
+        ]
+    ),
     ids=["neighbours", "order", "copies", "kv heads gone", "heads gone"],
 )
 def test_groups_of_a_layer(
@@ -145,6 +146,8 @@ def test_groups_of_a_layer(
     expect(cut_layer(cut, layer), layer, None, parameters)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_what_is_left_has_its_own_causes() -> None:
     layer = layer_of()
     made = cut_layer(whole().merge(3), layer)
@@ -153,6 +156,7 @@ def test_what_is_left_has_its_own_causes() -> None:
     assert [name for name, _, _ in causes] == [NAME, "scale"]
 
 
+@pytest.mark.slow
 def test_a_fitted_output_projection_is_not_explained() -> None:
     layer = layer_of()
     wo = torch.randn(HEADS, VALUE_DIM, EMBED, generator=torch.Generator().manual_seed(3))
@@ -161,7 +165,7 @@ def test_a_fitted_output_projection_is_not_explained() -> None:
     assert "nothing explains output" in str(diagnosis)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_means_are_rounded_to_the_dtype_of_the_weights(dtype: torch.dtype) -> None:
     """Else nothing is exact: the coarse rounding of a dtype is believed where all is explained."""
@@ -202,7 +206,7 @@ CHANGES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize(
-    ("change", "copies"), [*((each, 1) for each in CHANGES), ("a factor of values", 2)]
+    ("change", "copies"), others_slow([*((each, 1) for each in CHANGES), ("a factor of values", 2)])
 )
 def test_other_kv_heads_are_not_merged_ones(change: str, copies: int) -> None:
     layer, (role, function) = layer_of(), CHANGES[change]
@@ -217,6 +221,7 @@ def test_other_kv_heads_are_not_merged_ones(change: str, copies: int) -> None:
         assert NAME not in [name for name, _, _ in causes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [(0, 2, 4), (1, 1, 5)], ids=str)
 def test_kv_heads_of_a_group_are_not_their_mean(kept: tuple[int, ...]) -> None:
     """Keys and values are those of some kv heads alone."""
@@ -230,6 +235,7 @@ def test_kv_heads_of_a_group_are_not_their_mean(kept: tuple[int, ...]) -> None:
     assert causes == []
 
 
+@pytest.mark.slow
 def test_the_mean_of_other_heads_than_queries_read() -> None:
     """Kv heads 0 and 3, and so on, were merged, and the heads stayed where they were."""
     layer = layer_of()
@@ -242,6 +248,8 @@ def test_the_mean_of_other_heads_than_queries_read() -> None:
     assert causes == []
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_equal_kv_heads_are_the_same_function() -> None:
     layer = cut_layer(whole().merge(3), layer_of())
     copied = cut_layer(LayerCut(HEADS, 3).expand(6), layer)
@@ -249,6 +257,7 @@ def test_equal_kv_heads_are_the_same_function() -> None:
         assert headwise.compare(a, b).verdict.is_same
 
 
+@pytest.mark.slow
 def test_copies_with_another_fault_are_not_merged_again() -> None:
     layer = cut_layer(whole().merge(3).expand(6), layer_of())
     other = cut_layer(LayerCut(HEADS, 6).keep(range(HEADS)), layer)

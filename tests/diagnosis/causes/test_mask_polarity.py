@@ -1,7 +1,5 @@
 """A mask that hides what it should show, as large numbers that are added to the scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

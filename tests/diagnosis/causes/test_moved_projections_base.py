@@ -1,7 +1,5 @@
 """Mistakes in the projections of a running layer, named from its recorded stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
@@ -140,6 +138,7 @@ def test_tiled_kv_heads_of_scores_and_head_outputs_are_one_cause() -> None:
     assert named.stages == ("scores", "head outputs")
 
 
+@pytest.mark.slow
 def test_separate_mistakes_are_all_named() -> None:
     right = layer("mha")
     weights = right.all_weights()
@@ -148,6 +147,7 @@ def test_separate_mistakes_are_all_named() -> None:
     assert sorted(causes) == ["heads permuted", "q and k exchanged"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",
     others_slow(
@@ -163,6 +163,7 @@ def test_another_change_is_no_move(edit: Edit) -> None:
     assert searched("mha", right, right.with_weights(**edit(right.all_weights()))) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source_dim", "pairs"),
     others_slow([(None, "qk qo kq vk ok ov"), (29, "kv vk qo oq")], (29, "kv vk qo oq")),
@@ -182,6 +183,7 @@ def test_a_projection_loaded_as_another_one_is_named(source_dim: int | None, pai
         assert cause.parameters == {"roles": role, "source": source}
 
 
+@pytest.mark.slow
 def test_two_mistakes_in_the_same_rows_are_both_named() -> None:
     right = layer("gqa-rotary")
     weights = right.all_weights()

@@ -1,7 +1,5 @@
 """Differences that resemble a cause and are not: the cause is not named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +23,7 @@ from tests.diagnosis.causes.faulty_models import (
     searched,
     with_function,
 )
-from tests.quick import others_slow
+from tests.quick import others_extra
 
 INFINITE = torch.inf
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
@@ -355,7 +353,9 @@ QUICK = (
 
 @pytest.mark.parametrize(
     "case",
-    others_slow(NEAR_MISSES, *(case for case in NEAR_MISSES if case.cause in QUICK)),
+    others_extra(
+        NEAR_MISSES, *NEAR_MISSES[::3], quick=[case for case in NEAR_MISSES if case.cause in QUICK]
+    ),
     ids=lambda case: case.cause,
 )
 def test_what_resembles_a_cause_is_not_named_so(case: NearMiss) -> None:

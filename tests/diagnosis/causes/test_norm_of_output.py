@@ -1,7 +1,5 @@
 """Norms of the input or the output with weights of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,6 +70,7 @@ class Inside(nn.Module):
         return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", others_slow(["layer", "rms"]))
 def test_a_norm_of_the_input_with_weights_is_read_off_a_function(kind: str) -> None:
     torch.manual_seed(5)
@@ -105,6 +104,7 @@ def test_a_norm_of_the_input_with_weights_is_read_off_stages() -> None:
     assert cause.variant.parameters == {"norm": "layer of the input", "weights": "of its own"}
 
 
+@pytest.mark.slow
 def test_a_norm_of_a_source_with_weights_is_read_off_a_function() -> None:
     torch.manual_seed(6)
     layer, norm = Attention(40, 5, source_dim=24), nn.LayerNorm(24)

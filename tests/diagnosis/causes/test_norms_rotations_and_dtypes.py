@@ -1,7 +1,5 @@
 """Causes in norms, rotations and dtypes, named on a plain function with one fault."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +11,7 @@ from torch.nn import functional as F
 from headwise import Attention, Rotary, compare
 from headwise.layers import Alibi, QKNorm, alibi_slopes
 from tests.diagnosis.among import compare_among
+from tests.quick import others_extra
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, TURNED = 44, 4, 2, 10, 6
 Parts = dict[str, Tensor]
@@ -109,12 +108,10 @@ FAULTS = (
 
 
 AMONG = (*FAULTS, "factor", "qk-norm kind", "rotary theta", "rotary scaling factor", "scale")
-QUICK = ("norm weights missing", "rotary on other channels", "softmax dtype")
+QUICK = ("softmax dtype",)
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in FAULTS]
-)
+@pytest.mark.parametrize("fault", others_extra(FAULTS, *[*FAULTS][::3], quick=QUICK))
 def test_the_cause_is_named_on_a_function(fault: str) -> None:
     turned = HEAD_DIM if fault == "rotary over all heads at once" else TURNED
     layer = layer_of(turned=turned)
@@ -123,14 +120,15 @@ def test_the_cause_is_named_on_a_function(fault: str) -> None:
     assert diagnosis.function.cause_names == [fault], diagnosis
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "of", "words"),
-    [
-        (torch.bfloat16, "bias", "of the bias by distance, from the first key"),
-        (torch.float16, "bias", "of the bias by distance, from the first key"),
-        (torch.bfloat16, "softmax", "bias by distance from the first key"),
-    ],
+    others_extra(
+        [
+            (torch.bfloat16, "bias", "of the bias by distance, from the first key"),
+            (torch.float16, "bias", "of the bias by distance, from the first key"),
+            (torch.bfloat16, "softmax", "bias by distance from the first key"),
+        ]
+    ),
 )
 def test_a_bias_by_distance_in_16_bit(dtype: torch.dtype, of: str, words: str) -> None:
     """Keys count from the first one, so that rows have numbers in common that are rounded."""

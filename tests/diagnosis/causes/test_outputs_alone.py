@@ -1,7 +1,5 @@
 """Forms of causes that outputs alone show, each made by a formula of its own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

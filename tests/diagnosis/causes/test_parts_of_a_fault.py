@@ -1,7 +1,5 @@
 """Faults of one role, some heads or one kv head, where outputs alone are known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -140,6 +138,7 @@ def test_the_part_is_named_beside_a_head_that_gives_nothing() -> None:
     assert cause.heads == (3,)
 
 
+@pytest.mark.slow
 def test_a_fault_that_no_part_explains_is_not_named() -> None:
     noise = torch.randn(HEADS, 1, 1, generator=torch.Generator().manual_seed(3)).double()
     faulty = with_function(model_of(), "q after rotary", lambda q: q * (1 + 0.3 * noise))

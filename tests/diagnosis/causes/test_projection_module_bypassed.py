@@ -1,7 +1,5 @@
 """Projections whose modules do more than multiply by their weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -34,6 +32,7 @@ def causes(a: Attention, b: Attention) -> list[tuple[str, object]]:
     return [(cause.name, cause.parameters) for cause in diagnosis.function.causes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", others_slow(["q", "k", "v", "o"]))
 def test_a_hook_that_never_runs(role: str) -> None:
     original = layer()
@@ -56,11 +55,13 @@ def test_a_hook_of_the_first_is_a_factor() -> None:
     assert [name for name, _ in causes(hooked, original)] == ["factor"]
 
 
+@pytest.mark.slow
 def test_two_layers_with_the_same_hook() -> None:
     hooked = with_hook(layer(), "v", lambda output: 0.6 * output)
     assert compare(copy.deepcopy(hooked), hooked)
 
 
+@pytest.mark.slow
 def test_another_factor_than_that_of_the_hook_is_no_missing_call() -> None:
     original = layer()
     mine = with_hook(original, "v", lambda output: 0.7 * output)

@@ -1,7 +1,5 @@
 """Causes in a learned bias by distance, with faults that were made by loops over distances."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

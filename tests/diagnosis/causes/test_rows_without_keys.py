@@ -1,7 +1,5 @@
 """Rows without keys: each filling of their weights is named, NaN too."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A part of one head in all heads, and a gate without its sigmoid."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -50,13 +48,15 @@ def of_head(model: AttentionModel, head: int, *names: str) -> AttentionModel:
 @pytest.mark.parametrize("head", others_slow([0, HEADS - 1]))
 @pytest.mark.parametrize(
     ("part", "names"),
-    [
-        ("v", ("wv", "bv")),
-        ("q, k and v", ("wq", "bq", "wk", "bk", "wv", "bv")),
-        ("the bias of q", ("bq",)),
-        ("the gate", ("wg", "bg")),
-        ("the sinks", ("sink",)),
-    ],
+    others_slow(
+        [
+            ("v", ("wv", "bv")),
+            ("q, k and v", ("wq", "bq", "wk", "bk", "wv", "bv")),
+            ("the bias of q", ("bq",)),
+            ("the gate", ("wg", "bg")),
+            ("the sinks", ("sink",)),
+        ]
+    ),
 )
 def test_the_part_is_named(part: str, names: tuple[str, ...], head: int, shows: object) -> None:
     model = biased()
@@ -67,6 +67,7 @@ def test_the_part_is_named(part: str, names: tuple[str, ...], head: int, shows: 
     assert not result.left.cells_beyond_rounding
 
 
+@pytest.mark.slow
 def test_slopes_of_the_first_head() -> None:
     model = model_of(**ALIBI)
     faulty = model.with_slopes(torch.full((HEADS,), SLOPES[0]))
@@ -74,6 +75,7 @@ def test_slopes_of_the_first_head() -> None:
     assert "one head for all heads" in (cause.cause.name, *cause.equals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shows", [lambda m: recorded(m, inputs_of()), outputs_of])
 @pytest.mark.parametrize(
     ("name", "parameters", "factor"),

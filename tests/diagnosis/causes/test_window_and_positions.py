@@ -1,7 +1,5 @@
 """Causes that move the bounds of a window, the causal mask and the positions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -83,6 +81,7 @@ def test_an_offset_of_queries_or_keys_alone(role: str, offset: int) -> None:
     assert (name, parameters) == ("rotary position offset", {"role": role, "offset": offset})
 
 
+@pytest.mark.slow
 def test_two_offsets_are_both_named() -> None:
     model = model_of()
     other = model.with_rotary(q_offset=2, k_offset=-1)

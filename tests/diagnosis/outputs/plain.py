@@ -1,7 +1,5 @@
 """Attention as people write it: a function of weights, in torch or NumPy, apart from headwise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights that are read from outputs: products that are known, roles by the others, and noise."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Code that is written out and run: a function of lines, beside a layer with the same weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

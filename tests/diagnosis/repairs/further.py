@@ -1,7 +1,5 @@
 """Ports with forms of causes that are rarer, for the tests of repairs."""
 
-from __future__ import annotations
-
 from headwise.layers import QKNorm, T5Bias
 from tests.diagnosis.repairs.ports import CAUSAL, LLAMA, PLAIN, TORCH, Case
 

@@ -3,8 +3,6 @@
 Nothing here is written with the code that writes repairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

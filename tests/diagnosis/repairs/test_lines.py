@@ -1,7 +1,5 @@
 """The lines of an attention for its settings, run whole: they are the layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Each repair that a report prints, put into the code with the fault: it is right then."""
 
-from __future__ import annotations
-
 import pytest
 
 from headwise import Rotary, compare
@@ -12,6 +10,7 @@ from headwise.layers import Alibi
 from tests.diagnosis.among import compare_among
 from tests.diagnosis.repairs.further import BUCKETS, FURTHER, NORMED, RMS, T5
 from tests.diagnosis.repairs.ports import CAUSAL, LLAMA, NUMPY, PLAIN, TORCH, Case
+from tests.quick import others_extra
 
 TURN = TORCH["turn"]
 ALIBI = """
@@ -629,13 +628,14 @@ IN_NUMPY = [
     )
 ]
 BESIDE = {"rotary pairing": ["rotary permutation doubled"]}  # one of which the lines repair
-QUICK = ("heads interleaved, numpy", "scale, torch")
+QUICK = ("scale, torch",)
 EVERY = [*ROTATIONS, *SCORES, *MASKS, *AXES, *WEIGHTS, *DECODING, *FURTHER, *IN_NUMPY]
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(x, id=str(x), marks=[pytest.mark.slow] * (str(x) not in QUICK)) for x in EVERY],
+    others_extra(EVERY, *EVERY[::3], quick=[x for x in EVERY if str(x) in QUICK]),
+    ids=str,
 )
 def test_the_printed_lines_repair_the_port(case: Case) -> None:
     layer = case.layer()
@@ -663,7 +663,6 @@ def test_every_cause_has_a_port_or_a_reason_for_words() -> None:
 RIGHT = {str((x.options, x.parts, x.arguments, x.width)): x for x in EVERY}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", RIGHT.values(), ids=str)
+@pytest.mark.parametrize("case", others_extra(RIGHT.values(), *[*RIGHT.values()][::3]), ids=str)
 def test_the_port_without_the_fault_is_the_layer(case: Case) -> None:
     assert compare(case.function(case.parts), case.layer())

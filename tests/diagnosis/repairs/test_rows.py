@@ -1,7 +1,5 @@
 """Lines on weights: each is run on the wrong weights, and gives the right ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Simulated attention against an independent reference layer, stage by stage."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Layers and calls for the drop-in tests: torch's layer and ours with the same parameters."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The layer compiled and traced. Run by test_paths.py in an interpreter of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Where torch's own behaviour is stable enough to state, the test states it as wel
 the test sees the defect. Those statements are about the release they were measured on.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -5,8 +5,6 @@ when ours cannot be caught as what torch raises, when torch's wording is missing
 message does not hold the numbers.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Callable

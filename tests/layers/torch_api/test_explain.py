@@ -1,7 +1,5 @@
 """What ``explain`` of the drop-in says, beside what the layer does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The functional form against torch's, static keys and values included."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

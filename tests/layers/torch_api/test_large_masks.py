@@ -1,7 +1,5 @@
 """Float masks with numbers that the dtype of the scores cannot hold: they keep their sign."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

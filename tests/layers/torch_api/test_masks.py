@@ -1,7 +1,5 @@
 """How torch's masks are read: polarity, -inf and finfo.min, the causal mask recognised."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The layer against torch's own, in float64, wherever torch's has a defined answer."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

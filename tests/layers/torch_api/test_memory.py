@@ -1,7 +1,5 @@
 """Nothing of the size of every head's weights is made, unless it is what was asked for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The parameters are torch's, and out_proj is really called."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

@@ -1,7 +1,5 @@
 """The layer where torch transforms it: compiled, exported, traced, mapped, cast, subclassed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,16 @@ from tests.layers.torch_api.cases import (
     pair,
     randn,
 )
+from tests.quick import others_extra
 
 
-@pytest.mark.slow
-def test_compiled() -> None:
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    others_extra([("not one_graph", 3), ("one_graph and not both-True", 9)]),
+)
+def test_compiled(chosen: str, count: int) -> None:
     """All but the training with both masks, which tests/layers/test_traced.py compiles."""
-    file = Path(__file__).with_name("compiled.py")
-    assert_passed_apart(file, count=12, chosen="not both-True")
+    assert_passed_apart(Path(__file__).with_name("compiled.py"), count=count, chosen=chosen)
 
 
 @hides_a_whole_sequence

@@ -1,7 +1,5 @@
 """Masks of the reverse polarity: the drop-in warns, and its warning mends the call."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """Both forms of the input projection load into either form, where the widths allow."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 

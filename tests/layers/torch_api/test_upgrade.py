@@ -1,7 +1,5 @@
 """`upgrade`: in place, the same objects, really called, measured, and undone where it fails."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

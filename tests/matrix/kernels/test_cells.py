@@ -1,7 +1,5 @@
 """Maps of many cells: sums inside the tiles, their gradients, and no wide product."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

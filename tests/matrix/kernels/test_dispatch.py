@@ -1,7 +1,5 @@
 """Which kernel is chosen, and that neither writes queries x keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

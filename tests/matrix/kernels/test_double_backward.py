@@ -1,7 +1,5 @@
 """The gradient of the tiled kernel's gradient, which is taken through the weights written down."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Gradients of the tiled kernel in batches, under saved-tensor hooks, and with inference mode."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """One query without a mask: outputs and the average of heads from the row itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Largest weights of rows: their gradient, what may change before it, and which queries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

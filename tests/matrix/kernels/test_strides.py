@@ -1,7 +1,5 @@
 """Operands whose last stride is not 1: the same result, without queries x keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The tiled kernel: any tiling, its memory, its gradient, its numerics, and the operator."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A padded or packed matrix taken one sequence at a time: which pieces, and the same function."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention calls of every kind, for the tests of the head statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

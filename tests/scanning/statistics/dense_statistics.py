@@ -3,8 +3,6 @@
 Nothing of `headwise.scanning.statistics` is used, so that a mistake must be made twice to pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The page of the scan says what the code computes."""
 
-from __future__ import annotations
-
 from tools.statistics_table import PAGE, with_table
 
 

@@ -19,8 +19,6 @@ Inputs of half types are widened first: the statistics must compute in float32 a
 Tiles are made so small that a row block has several, and that heads fall apart.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import pytest

@@ -3,8 +3,6 @@
 Everything is float64, and as near as `tests.scanning.statistics.calls.assert_is` allows.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -346,6 +344,7 @@ def test_blocks_of_a_text(length: int, cells: int, blocks: int, size: int) -> No
     assert block_size(length, blocks) == size  # a reader of a map needs nothing else
 
 
+@pytest.mark.slow
 def test_a_map_of_16_384_tokens_has_equal_blocks() -> None:
     """Each query looks one token back, so the weight between two blocks is known."""
     length, width = 16_384, 16

@@ -1,7 +1,5 @@
 """What statistics are made of: the catalogue, custom ones, what is missing, samples, and memory."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import textwrap
@@ -367,6 +365,7 @@ def test_blocks_of_short_sequences(kind: str, cells: int, monkeypatch: pytest.Mo
         )
 
 
+@pytest.mark.slow
 def test_memory_never_grows_with_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 2**14)
     monkeypatch.setattr(captured_call, "SAMPLES", 4)

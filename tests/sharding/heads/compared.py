@@ -1,7 +1,5 @@
 """A layer whose heads are divided over ranks, compared with the same layer on one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`Attention` with its heads over 2 and 4 ranks: outputs and all gradients."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """One all-reduce forward and one backward for each layer, and the bytes that these send."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

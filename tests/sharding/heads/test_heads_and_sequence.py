@@ -1,7 +1,5 @@
 """Heads over two ranks and the sequence over two others, on one mesh of four."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

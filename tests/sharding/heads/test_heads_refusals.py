@@ -1,7 +1,5 @@
 """What does not fit is refused, before anything is divided: layers, meshes, weights, inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heads over ranks together with FSDP2, checkpointing, AdamW, clipping and a cache."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

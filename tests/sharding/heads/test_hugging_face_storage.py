@@ -1,7 +1,5 @@
 """Between torch.distributed.checkpoint and files that headwise converts, by torch's own storage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

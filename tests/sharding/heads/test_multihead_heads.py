@@ -1,7 +1,5 @@
 """`MultiheadAttention` with its heads over ranks: every form, mask and returned weights."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

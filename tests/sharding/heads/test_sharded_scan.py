@@ -1,7 +1,5 @@
 """Scans of models that are divided over ranks: those of the whole model, on every rank."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

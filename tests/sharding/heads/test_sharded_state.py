@@ -1,7 +1,5 @@
 """State dicts of layers whose heads are divided: gathered, loaded, stored and divided anew."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A rank gets a name and makes the problem itself, since a mask's function cannot travel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

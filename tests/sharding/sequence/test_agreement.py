@@ -1,7 +1,5 @@
 """What ranks compare before they attend: contents in the first call of some shapes, then shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention over ranks equals attention without them: outputs and all gradients, each way."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

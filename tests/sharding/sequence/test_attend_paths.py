@@ -1,7 +1,5 @@
 """`attend` under autocast and in compiled graphs, each way."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Bytes on the wire and the choice of a way, against the formulas of the documentation."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from typing import Any
 

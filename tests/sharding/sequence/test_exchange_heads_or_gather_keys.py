@@ -1,7 +1,5 @@
 """The ways on their own: bit-identity, half types, two mesh dimensions, and second gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

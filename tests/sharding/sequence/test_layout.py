@@ -1,7 +1,5 @@
 """Layouts of a sequence over ranks: which positions each rank holds, and their way back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Bad input is refused on every rank, with a sentence, before anything waits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

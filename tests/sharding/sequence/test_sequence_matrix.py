@@ -1,7 +1,5 @@
 """Readings of a matrix over ranks, and head statistics, against those of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

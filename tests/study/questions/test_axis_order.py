@@ -1,7 +1,5 @@
 """The order of axes: each fact turns when the library, or what is given, is otherwise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The picture everybody draws: the verdict turns where the parts are not what they are drawn as."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients: the verdict turns when heads mix, when ranks or gradients agree, or nothing moves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

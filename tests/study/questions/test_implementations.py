@@ -1,7 +1,5 @@
 """Implementations: the verdict turns when one is filled wrongly, or all have one convention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

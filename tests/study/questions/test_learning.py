@@ -1,7 +1,5 @@
 """Learning: the verdict turns when one head suffices, when heads are alike, or when none learns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

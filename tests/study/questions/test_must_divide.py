@@ -1,7 +1,5 @@
 """Must embed_dim divide? The verdict turns where free widths go wrong, or torch takes them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packing: the verdict turns when numbers or order are lost, or when objects matter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

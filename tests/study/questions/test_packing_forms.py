@@ -1,7 +1,5 @@
 """Forms of packing: where a number goes, in closed form, and that the map finds it again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Parameters: the verdict turns when the number of heads does change them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Quantised: the verdict turns when packing matters, when steps lie, or when torch drops a way."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

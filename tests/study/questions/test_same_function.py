@@ -1,7 +1,5 @@
 """One head against eight: each fact turns when the library, or what is drawn, is otherwise."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -109,6 +107,7 @@ def test_an_encoder_with_one_head_has_nothing_to_merge(monkeypatch: pytest.Monke
     assert_fails(asked(), 5)
 
 
+@pytest.mark.slow
 def test_positive_tokens_are_a_condition_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """With default initialisation the difference depends on the tokens."""
     answer = asked()

@@ -1,7 +1,5 @@
 """All weights one: each fact turns when the library, or what is set and drawn, is otherwise."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When are the heads split? The verdict turns where the layer cuts elsewhere."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
