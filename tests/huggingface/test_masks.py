@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils
 from transformers.masking_utils import and_masks, or_masks, sdpa_mask
 
-from headwise.huggingface import readers
+from headwise.huggingface import masks as readers
 from headwise.huggingface.masks import LazyMask, make_transformers_mask
 from headwise.masks.clauses.dense import Dense
 from headwise.masks.clauses.segments import Segments
