@@ -1,9 +1,11 @@
 """Multi-head attention layer with rotary, ALiBi, QK-norm, windows, softcap, sinks and caches.
 
-q, k, v = q_proj(x), k_proj(source), v_proj(source)          in heads; the source is x by default
-q, k    = rotary(q_norm(q)), rotary(k_norm(k))               where the layer has them
-A       = softmax(softcap(scale * q @ k.T) + score_bias)     over keys that the mask allows
-output  = out_proj(gate * (A @ v))                           A is an `AttentionMatrix`
+    q, k, v = q_proj(x), k_proj(source), v_proj(source)          in heads; source is x by default
+    q, k    = rotary(q_norm(q)), rotary(k_norm(k))               where the layer has them
+    A       = softmax(softcap(scale * q @ k.T) + score_bias)     over keys that the mask allows
+    output  = out_proj(gate * (A @ v))                           A is an `AttentionMatrix`
+
+`base` makes the modules of a layer, `packing` chooses the tokens that a call computes.
 """
 
 from __future__ import annotations
@@ -35,45 +37,94 @@ from headwise.support.tracing import evaluation_mode
 _explain_call = explain_arguments(checks.CALL, beyond=checks.advice_on_positional_call_arguments)
 
 
+def _matrix_and_values(
+    layer: Attention, tokens: packing.Unpacked, call: packing.CallInputs
+) -> tuple[AttentionMatrix, Tensor]:
+    """Return A and v of a call, as the head outputs are A @ v."""
+    q, k, v = layer.q_proj(tokens.x), layer.k_proj(tokens.source), layer.v_proj(tokens.source)
+    place = None if layer.qk_norm is None else (layer.qk_norm.over, layer.qk_norm.place)
+    if place == ("width", "before"):
+        q, k = _normalise(layer, q, k)
+    heads, kv_heads = layer._head_counts
+    q = checks.split_projection("q_proj", q, "heads", heads, layer.head_dim)
+    k = checks.split_projection("k_proj", k, "kv_heads", kv_heads, layer.head_dim)
+    v = checks.split_projection("v_proj", v, "kv_heads", kv_heads, layer.value_dim)
+    if place == ("head", "before"):
+        q, k = _normalise(layer, q, k)
+    if layer.rotary is not None:
+        q, k = layer.rotary.rotate_both(q, k, tokens.positions())
+    if place == ("head", "after"):
+        q, k = _normalise(layer, q, k)
+    mask, score_bias, sink, part = tokens.mask, call.score_bias, layer.sink, layer.part
+    if call.cache is not None:
+        keys = call.cache.key_count_after(k.shape[2])
+        checks.check_mask_and_bias(call, heads=layer.num_heads, keys=keys)
+        tokens.cached = call.cache.extend(k, v, lengths=tokens.lengths)
+        k, v = tokens.cached.k, tokens.cached.v
+        mask = tokens.mask_with_cache(tokens.cached.starts)
+    if part is not None:
+        k, v = part.share_kv(k), part.share_kv(v)
+        sink = None if sink is None else part.own_share_of_parameter(sink)
+        sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
+        mask = part.mask(mask, device=q.device, **sizes)
+        score_bias = part.score_bias(score_bias, device=q.device, **sizes)
+    options = {"scale": layer.scale, "softcap": layer.softcap}
+    matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options)
+    return with_finite_padding(matrix) if tokens.is_zeroed else matrix, v
+
+
+def _normalise(layer: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    assert layer.q_norm is not None
+    assert layer.k_norm is not None
+    return layer.q_norm(q), layer.k_norm(k)
+
+
+def _gate_outputs(layer: Attention, outputs: Tensor, x: Tensor) -> Tensor:
+    if layer.output_gate is None or layer.gate_proj is None:
+        return outputs
+    heads, width = layer._head_counts[0], gate_width(layer.output_gate, layer.value_dim)
+    gates = torch.sigmoid(layer.gate_proj(x))
+    factors = checks.split_projection("gate_proj", gates, "heads", heads, width)
+    return outputs * factors.to(outputs.dtype)
+
+
 class Attention(base.AttentionBase):
     """Multi-head attention layer: (batch, queries, embed_dim) to (batch, queries, out_dim).
 
-    `headwise.layers.base` makes its modules, and describes the options of the constructor.
-    """
+    Args:
+        embed_dim: width of ``x``.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of num_heads (the default):
+            query head h uses kv head h // (num_heads // num_kv_heads).
+        head_dim: width of a head's queries and keys; embed_dim / num_heads by default.
+        value_dim: width of a head's values; head_dim by default.
+        out_dim: width of the output; embed_dim by default.
+        source_dim: width of ``source``, for cross attention; embed_dim by default.
+        q_bias: True for a bias in the projection of queries.
+        k_bias: True for a bias in the projection of keys.
+        v_bias: True for a bias in the projection of values.
+        out_bias: True for a bias in the output projection.
+        rotary: rotates queries and keys by their positions.
+        score_bias: added to the scores by distance, `Alibi` or `T5Bias`.
+        qk_norm: normalises queries and keys.
+        window: (left, right): the number of keys before and after its position that a query
+            may attend to; None for no bound.
+        scale: factor of q.k; 1/sqrt(head_dim) by default.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sink: True for a learned logit of each head in the softmax's denominator, without a
+            value.
+        output_gate: multiplies the head outputs by the sigmoid of a projection of ``x``: "head"
+            for one factor for each head, "channel" for one for each of its channels.
+        gate_bias: True for a bias in the projection of the gates, where there are any.
+        dropout: probability of dropping each weight in training.
+        init: the library whose initialisation is used; see `initialise_projections` in
+            `headwise.layers.base`.
+        device: the device of the parameters, as in torch.
+        dtype: the dtype of the parameters, as in torch.
 
-    def _matrix_and_values(
-        self, tokens: packing.Unpacked, call: packing.CallInputs
-    ) -> tuple[AttentionMatrix, Tensor]:
-        q, k, v = self.q_proj(tokens.x), self.k_proj(tokens.source), self.v_proj(tokens.source)
-        place = None if self.qk_norm is None else (self.qk_norm.over, self.qk_norm.place)
-        if place == ("width", "before"):
-            q, k = self._normalise(q, k)
-        heads, kv_heads = self._head_counts
-        q = checks.split_projection("q_proj", q, "heads", heads, self.head_dim)
-        k = checks.split_projection("k_proj", k, "kv_heads", kv_heads, self.head_dim)
-        v = checks.split_projection("v_proj", v, "kv_heads", kv_heads, self.value_dim)
-        if place == ("head", "before"):
-            q, k = self._normalise(q, k)
-        if self.rotary is not None:
-            q, k = self.rotary.rotate_both(q, k, tokens.positions())
-        if place == ("head", "after"):
-            q, k = self._normalise(q, k)
-        mask, score_bias, sink, part = tokens.mask, call.score_bias, self.sink, self.part
-        if call.cache is not None:
-            keys = call.cache.key_count_after(k.shape[2])
-            checks.check_mask_and_bias(call, heads=self.num_heads, keys=keys)
-            tokens.cached = call.cache.extend(k, v, lengths=tokens.lengths)
-            k, v = tokens.cached.k, tokens.cached.v
-            mask = tokens.mask_with_cache(tokens.cached.starts)
-        if part is not None:
-            k, v = part.share_kv(k), part.share_kv(v)
-            sink = None if sink is None else part.own_share_of_parameter(sink)
-            sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
-            mask = part.mask(mask, device=q.device, **sizes)
-            score_bias = part.score_bias(score_bias, device=q.device, **sizes)
-        options = {"scale": self.scale, "softcap": self.softcap}
-        matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options)
-        return with_finite_padding(matrix) if tokens.is_zeroed else matrix, v
+    Raises:
+        OptionError: sizes or options that contradict each other, or lie outside their range.
+    """
 
     @_explain_call
     def forward(
@@ -109,10 +160,10 @@ class Attention(base.AttentionBase):
         """
         call = self._prepare_call(x, source, mask, score_bias, cache, gate)
         tokens = packing.select_packing(call)
-        matrix, v = self._matrix_and_values(tokens, call)
+        matrix, v = _matrix_and_values(self, tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
         outputs = hooks.call_hook(matrix, v, outputs)
-        outputs = self._gated(outputs, tokens.x)
+        outputs = _gate_outputs(self, outputs, tokens.x)
         if call.gate is not None:
             outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))
         merged = outputs.transpose(1, 2).flatten(2)
@@ -137,7 +188,7 @@ class Attention(base.AttentionBase):
         Arguments and errors as in ``forward``, here and in the readings below.
         """
         call = self._prepare_call(x, source, mask, score_bias)
-        return self._matrix_and_values(packing.Unpacked.of(call), call)[0]
+        return _matrix_and_values(self, packing.Unpacked.of(call), call)[0]
 
     @_explain_call
     def head_outputs(
@@ -151,8 +202,8 @@ class Attention(base.AttentionBase):
         """Return weights @ v for each head, after the output gate: the projection's input."""
         call = self._prepare_call(x, source, mask, score_bias)
         tokens = packing.Unpacked.of(call)
-        matrix, v = self._matrix_and_values(tokens, call)
-        return self._gated(matrix @ v, tokens.x)
+        matrix, v = _matrix_and_values(self, tokens, call)
+        return _gate_outputs(self, matrix @ v, tokens.x)
 
     @_explain_call
     def stages(
@@ -170,18 +221,18 @@ class Attention(base.AttentionBase):
         """
         call = self._prepare_call(x, source, mask, score_bias)
         tokens = packing.Unpacked.of(call)
-        matrix, v = self._matrix_and_values(tokens, call)
+        matrix, v = _matrix_and_values(self, tokens, call)
         normed = projected = self.q_proj(tokens.x), self.k_proj(tokens.source)
         norm = self.qk_norm
         if norm is not None and (norm.over, norm.place) == ("width", "before"):
-            normed = self._normalise(*normed)
+            normed = _normalise(self, *normed)
         counts = self._head_counts
         (q, k), (normed_q, normed_k) = (
             [split_heads(x, heads=n) for x, n in zip(pair, counts, strict=True)]
             for pair in (projected, normed)
         )
         if norm is not None and (norm.over, norm.place) == ("head", "before"):
-            normed_q, normed_k = self._normalise(q, k)
+            normed_q, normed_k = _normalise(self, q, k)
         options = {"scale": matrix.scale, "softcap": matrix.softcap}
         logits = scores(
             matrix.q, matrix.k, mask=matrix.mask, score_bias=matrix.score_bias, **options
@@ -189,7 +240,7 @@ class Attention(base.AttentionBase):
         with evaluation_mode(self):
             output = self(x, source, mask=mask, score_bias=score_bias)
         before = (q, k, v, normed_q, normed_k, matrix.q, matrix.k)
-        after = (logits, matrix.dense(), self._gated(matrix @ v, tokens.x), output)
+        after = (logits, matrix.dense(), _gate_outputs(self, matrix @ v, tokens.x), output)
         return dict(zip(STAGES, (*before, *after), strict=True))
 
     @_explain_call
@@ -229,7 +280,7 @@ class Attention(base.AttentionBase):
         """Return a printable report on a forward pass of this input: tokens, kernels and costs."""
         call = self._prepare_call(x, source, mask, score_bias)
         tokens = packing.select_packing(call)
-        matrix, v = self._matrix_and_values(tokens, call)
+        matrix, v = _matrix_and_values(self, tokens, call)
         total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
         line = f"{total:,}, all of the input"
         if isinstance(tokens, packing.Packed):
@@ -389,16 +440,3 @@ class Attention(base.AttentionBase):
             checks.check_gate(gate, x, self.num_heads)
         call = packing.CallInputs(x, x if source is None else source, mask, bias, cache, gate)
         return call if self.part is None else call.prepare_tensors_for_part(self.part)
-
-    def _gated(self, outputs: Tensor, x: Tensor) -> Tensor:
-        if self.output_gate is None or self.gate_proj is None:
-            return outputs
-        heads, width = self._head_counts[0], gate_width(self.output_gate, self.value_dim)
-        gates = torch.sigmoid(self.gate_proj(x))
-        factors = checks.split_projection("gate_proj", gates, "heads", heads, width)
-        return outputs * factors.to(outputs.dtype)
-
-    def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.q_norm is not None
-        assert self.k_norm is not None
-        return self.q_norm(q), self.k_norm(k)

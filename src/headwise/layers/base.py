@@ -77,14 +77,6 @@ CONSTRUCTOR |= COUNTS | renamed_arguments(
 )
 
 
-def advice_on_positional_constructor_arguments(values: tuple[Any, ...]) -> ArgumentAdvice:
-    """Return the advice for positional arguments as in torch, where the third is dropout."""
-    dropout = describe_value(values[2])
-    return ArgumentAdvice(
-        "every option after embed_dim and num_heads by name", f"dropout={dropout}"
-    )
-
-
 # ---- the layer ---------------------------------------------------------------------------------
 
 Source = Literal["torch-packed", "torch-separate", "einops", "gpt2", "t5"]
@@ -119,7 +111,13 @@ class AttentionBase(nn.Module):
     identity: str  # the owner of the caches that this layer makes
     part: HeadPart | None = None  # the heads that this module computes, if not all
 
-    @explain_arguments(CONSTRUCTOR, beyond=advice_on_positional_constructor_arguments)
+    @explain_arguments(
+        CONSTRUCTOR,
+        beyond=lambda values: ArgumentAdvice(  # as in torch, where the third is dropout
+            "every option after embed_dim and num_heads by name",
+            f"dropout={describe_value(values[2])}",
+        ),
+    )
     def __init__(
         self,
         embed_dim: int,
@@ -148,42 +146,6 @@ class AttentionBase(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Make the modules of the layer, and draw its parameters.
-
-        Args:
-            embed_dim: width of ``x``.
-            num_heads: number of query heads.
-            num_kv_heads: number of key and value heads, a divisor of num_heads (the default):
-                query head h uses kv head h // (num_heads // num_kv_heads).
-            head_dim: width of a head's queries and keys; embed_dim / num_heads by default.
-            value_dim: width of a head's values; head_dim by default.
-            out_dim: width of the output; embed_dim by default.
-            source_dim: width of ``source``, for cross attention; embed_dim by default.
-            q_bias: True for a bias in the projection of queries.
-            k_bias: True for a bias in the projection of keys.
-            v_bias: True for a bias in the projection of values.
-            out_bias: True for a bias in the output projection.
-            rotary: rotates queries and keys by their positions.
-            score_bias: added to the scores by distance, `Alibi` or `T5Bias`.
-            qk_norm: normalises queries and keys.
-            window: (left, right): the number of keys before and after its position that a query
-                may attend to; None for no bound.
-            scale: factor of q.k; 1/sqrt(head_dim) by default.
-            softcap: scores become softcap * tanh(scores / softcap).
-            sink: True for a learned logit of each head in the softmax's denominator, without a
-                value.
-            output_gate: multiplies the head outputs by the sigmoid of a projection of ``x``: "head"
-                for one factor for each head, "channel" for one for each of its channels.
-            gate_bias: True for a bias in the projection of the gates, where there are any.
-            dropout: probability of dropping each weight in training.
-            init: the library whose initialisation is used; see `initialise_projections` in
-                `headwise.layers.base`.
-            device: the device of the parameters, as in torch.
-            dtype: the dtype of the parameters, as in torch.
-
-        Raises:
-            OptionError: sizes or options that contradict each other, or lie outside their range.
-        """
         super().__init__()
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
