@@ -123,12 +123,10 @@ class ConfigFields(dict[str, Any]):
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | None:
-        """Return a finite number."""
         value = self.read(name, "a finite number", _is_number)
         return None if value is None else float(value)
 
     def required_number(self, name: str) -> float:
-        """Return a finite number; raise OptionError where there is none."""
         value = self.number(name)
         if value is None:
             raise self.field_error(name, "a finite number")
@@ -140,7 +138,6 @@ class ConfigFields(dict[str, Any]):
         return default if value is None else bool(value)
 
     def text(self, name: str) -> str | None:
-        """Return a short printable text."""
         needed = f"a text of at most {_MAX_TEXT} printable characters"
         value: str | None = self.read(
             name, needed, lambda x: isinstance(x, str) and len(x) <= _MAX_TEXT and x.isprintable()
@@ -153,12 +150,10 @@ class ConfigFields(dict[str, Any]):
         return list(self.read(name, needed, lambda x: isinstance(x, list | tuple)) or ())
 
     def section(self, name: str) -> ConfigFields | None:
-        """Return a JSON object within this one."""
         value = self.read(name, "a JSON object", lambda x: isinstance(x, dict))
         return None if value is None else ConfigFields(value, origin=f"{name} of {self.origin}")
 
     def field_error(self, name: str, needed: str) -> OptionError:
-        """Return the error for a field without the value that is needed."""
         value = self.get(name)
         described = "missing" if value is None else describe_value(value)
         return OptionError(

@@ -66,7 +66,6 @@ class OutputFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
         return self.size - len(self.head)
 
 
@@ -293,7 +292,6 @@ def plan_checkpoint_conversion(
 
 
 def report_conversion(plan: ConversionPlan, earlier_run: str) -> ConversionReport:
-    """Return the report of a finished conversion."""
     source, target = plan.source, plan.target
     written = filter(Path.is_file, target.rglob("*")) if target.is_dir() else [target]
     beside = sorted(source.folder.iterdir()) if source.is_folder else []
@@ -339,7 +337,8 @@ def _plan_files(
         foreign.require_megatron_layout(description.layout)
     else:
         params = foreign.make_meta_params(description, shapes)
-        by_columns = foreign.divides_embedding_columns(params, shapes)
+        # Llama 1 and 2, whose theta is 10,000, divide columns of the embedding, Llama 3 its rows.
+        by_columns = params["rope_theta"] == 10_000.0 and foreign.OUTPUT in shapes
     division = derive_shard_map_from_whole(
         description.layout, shapes, shards, description.counts, also=by_columns
     )

@@ -50,7 +50,6 @@ class Description:
     removal: str = ""  # the way to remove the description, for messages
 
     def encode(self) -> str:
-        """Return the JSON text that a file carries."""
         config = _without_private_names(self.config)
         function = {
             name: word
@@ -62,11 +61,9 @@ class Description:
         return json.dumps(fields | sections)
 
     def config_json(self) -> str:
-        """Return the text of a config.json, for transformers."""
         return json.dumps(_without_private_names(self.config), indent=2) + "\n"
 
     def require_fit_to_headers(self, headers: Mapping[str, TensorHeader]) -> None:
-        """Raise CheckpointError unless the description fits these tensor names and shapes."""
         described = f"{self.origin} describes {self.modules} modules of {self.layout.name}"
         do = (
             "name the folder if this is one of several files, or copy the file again; if you "
@@ -141,13 +138,11 @@ def read_description(source: CheckpointSource) -> Description | None:
 def read_config_file_or_description(
     source: CheckpointSource, description: Description | None
 ) -> ConfigFields:
-    """Return the config.json beside a checkpoint, else the config in its description."""
     config = config_json.read_config(source.folder)
     return description.config if description is not None and not config else config
 
 
 def layout_with_described_function(name: str | Layout, description: Description | None) -> Layout:
-    """Return the layout of this name, with the function of the description if it has the name."""
     named = layout(name)
     is_described = description is not None and description.layout.name == named.name
     return description.layout if description is not None and is_described else named

@@ -49,7 +49,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all numbers."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -124,7 +123,6 @@ def read_safetensors_header(path: Path) -> TensorFile:
 
 
 def damaged_error(path: Path, why: str) -> CheckpointError:
-    """Return the error for a damaged safetensors file."""
     return CheckpointError(
         saw=f"{path}: {why[:300]}",
         needed="a complete safetensors file",
@@ -180,7 +178,6 @@ def compute_digests(state: Mapping[str, Tensor]) -> Digests:
 
 
 def write_digests(path: Path, digests: Digests) -> Path:
-    """Write digests as JSON."""
     return write_whole(path, json.dumps({"kind": DIGESTS, "tensors": digests}, indent=1) + "\n")
 
 

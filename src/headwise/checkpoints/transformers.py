@@ -122,11 +122,9 @@ class StoredTokenizer:
                 self.separators[text] = ids[0]
 
     def ids(self, text: str) -> list[int]:
-        """Return the ids of a text, with the model's special tokens."""
         return list(self._tokenizer(text, verbose=False)["input_ids"])
 
     def first_ids(self, text: str, length: int) -> list[int]:
-        """Return the first ``length`` ids of a text, special tokens included."""
         options = {"truncation": True, "max_length": length, "verbose": False}
         return list(self._tokenizer(text, **options)["input_ids"])
 
@@ -145,7 +143,6 @@ class StoredTokenizer:
         return spans if starts == sorted(starts) else None
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token."""
         return str(self._tokenizer.decode([token]))
 
 

@@ -264,7 +264,6 @@ def check_options(
     crosses: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    """Raise OptionError if sizes or options contradict each other."""
     counts = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "out_dim")
     check_positive_whole_numbers(**{name: getattr(layer, name) for name in (*counts, "source_dim")})
     if layer.num_heads % layer.num_kv_heads:
@@ -286,7 +285,6 @@ def check_options(
 
 
 def refuse_in_cross_attention(name: str, option: object, source: str) -> NoReturn:
-    """Raise OptionError for an option that depends on positions, in cross attention."""
     raise OptionError(
         saw=f"{name}={option} with {source}",
         needed="one or the other: positions in x and in the source have no distance",

@@ -37,7 +37,6 @@ def projection_parameter(projection: nn.Module, default: Tensor) -> Tensor:
 def check_tokens(
     name: str, x: Tensor, width: int, axes: tuple[str, str, str], projection: nn.Module
 ) -> None:
-    """Raise ShapeError, DTypeError or DeviceError unless the projection fits these tokens."""
     if not isinstance(x, Tensor):
         raise ShapeError(
             saw=f"{name}={describe_value(x)}",
@@ -103,7 +102,6 @@ def check_source(layer: AttentionBase, x: Tensor, source: Tensor | None) -> None
 
 
 def check_cache_owner(cache: Cache, identity: str, *, crosses: bool) -> None:
-    """Raise OptionError for a cache of another layer, or in cross attention."""
     if not isinstance(cache, Cache):
         raise OptionError(
             saw=f"cache={describe_value(cache)}",

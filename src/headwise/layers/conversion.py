@@ -114,7 +114,6 @@ def constructor_arguments_from_weights(
 
 
 def layout_of_layer(layer: AttentionBase) -> Layout:
-    """Return the layout of a layer's own tensors."""
     norm = layer.qk_norm
     return layout("headwise-width-norm" if norm and norm.over == "width" else "headwise")
 
@@ -134,7 +133,6 @@ def state_per_head(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
 
 
 def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
-    """Return the canonical tensors of a layer from its state_dict."""
     canonical = state_per_head(layer, state)
     if layer.rotary is None or layer.rotary.pairing == "half-split":
         return canonical
@@ -210,7 +208,6 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
 def require_same_function_as_source(
     layout: Layout, layer: AttentionBase, accept: Iterable[str]
 ) -> None:
-    """Raise OptionError if a layer made of a layout's weights computes another function."""
     expected, actual = layout.function, spec_of_layer(layer)
     is_described = isinstance(expected.score_bias, rules.Other) or (
         isinstance(expected.score_bias, rules.AlibiRule) and expected.score_bias.before_scale

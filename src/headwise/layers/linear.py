@@ -112,13 +112,11 @@ class LayerExplanation:
 
 
 def product_line(name: str, kind: str, tokens: int, widths: tuple[int, int]) -> str:
-    """Return the line of a matrix product over ``tokens``, from one width to another."""
     cost = f"{2 * tokens * widths[0] * widths[1] / 1e9:.2g} GFLOP"
     return f"{name:<22} {kind:<10} {cost:<12} {widths[0]} to {widths[1]}"
 
 
 def projection_line(name: str, projection: nn.Module, tokens: int) -> str:
-    """Return the line of one projection over ``tokens``."""
     kind = type(projection).__name__
     inner, outer = (getattr(projection, f"{end}_features", None) for end in ("in", "out"))
     if inner is None or outer is None:

@@ -90,7 +90,6 @@ class Unpacked:
         return self.mask if starts is None else self.mask & Mask.starts(keys=starts)
 
     def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
-        """Return the output for every token of the call, by the output projection."""
         output: Tensor = projection(merged)
         return output
 
@@ -140,7 +139,6 @@ class Packed(Unpacked):
     queries: int = 0
 
     def positions(self) -> Tensor:
-        """Return the position of each token in its sequence, (length,)."""
         device, padding = self.x.device, self.padding
         origins = [0] * self.batch if padding is None else padding.tolist()
         counted = [torch.arange(*p.queries, device=device) - origins[p.batch] for p in self.pieces]

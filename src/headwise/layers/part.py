@@ -36,7 +36,6 @@ class HeadPart:
         return dict(inputs)
 
     def own_share_of_parameter(self, parameter: Tensor) -> Tensor:
-        """Return the part's share of a parameter."""
         return parameter
 
     def weights_of_all_heads(self, weights: Tensor, *, average: bool) -> Tensor:

@@ -132,7 +132,6 @@ def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
 
 
 def draw_axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
-    """Return every axis of every stored tensor."""
     patterns = layout.patterns
     shapes = {name: pattern.shape(sizes) for name, pattern in patterns.items()}
     # Axes outside of heads are drawn whole, so two entries are enough.

@@ -72,7 +72,6 @@ def register(new: Layout) -> Layout:
 
 @lru_cache(maxsize=1)
 def catalogue_by_family() -> dict[str, tuple[Layout, ...]]:
-    """Return the layouts of the catalogue by family."""
     by_family: dict[str, tuple[Layout, ...]] = {}
     names: set[str] = set()
     for entry in iter_modules(catalogue.__path__):

@@ -56,7 +56,6 @@ class Span(NamedTuple):
         return max(0, self.stop - self.first)
 
     def intersection(self, other: Span) -> Span:
-        """The positions that are in both."""
         return Span(max(self.first, other.first), min(self.stop, other.stop))
 
 
@@ -77,12 +76,10 @@ class Rectangle(NamedTuple):
 
     @property
     def as_matrix_part(self) -> MatrixPart:
-        """The same pairs as a part of the whole matrix."""
         return MatrixPart(Span(self.batch, self.batch + 1), self.queries, self.keys)
 
     @property
     def cell_count(self) -> int:
-        """Number of (query, key) pairs."""
         return self.queries.size * self.keys.size
 
 

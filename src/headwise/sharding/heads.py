@@ -231,7 +231,6 @@ def _check_heads_divide(layer: nn.Module, ranks: int, *, kv: str) -> None:
 
 
 def _check_no_tied_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise OptionError if a weight of a layer is a weight of another module too."""
     names: dict[int, str] = {}
     starts = tuple(f"{name}." for name in layers)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -343,7 +342,6 @@ class RankHeads(HeadPart):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group of the ranks."""
         return self.mesh.get_group()
 
     def check_inputs_and_sum_gradients(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -365,7 +363,6 @@ class RankHeads(HeadPart):
         return dict(zip(inputs, summed, strict=True))
 
     def own_share_of_parameter(self, parameter: Tensor) -> Tensor:
-        """Return what this rank holds; the gradient of what all hold is summed over ranks."""
         return local_part(parameter)
 
     def weights_of_all_heads(self, weights: Tensor, *, average: bool) -> Tensor:
@@ -492,7 +489,6 @@ class ReplicatedEmbedding(nn.Embedding):
     """Table that every rank holds, and reads for all heads."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name for it)
-        """Return the rows of these indices."""
         return F.embedding(input, local_part(self.weight, heads_of_this_rank=False))
 
 

@@ -77,7 +77,6 @@ class Call(NamedTuple):
 
 
 def require_divisible_embed_dim(embed_dim: int, num_heads: int) -> None:
-    """Raise unless both sizes are positive and embed_dim is divisible by num_heads."""
     if embed_dim <= 0 or num_heads <= 0:
         raise OptionError(
             saw="embed_dim and num_heads must be greater than 0,"
@@ -228,7 +227,6 @@ def _check_input_shapes(call: Call) -> None:
 
 
 def _check_weights(call: Call) -> None:
-    """Raise unless the weights and their bias fit the inputs."""
     bias, packed, rows = call.bias, len(call.weights) == 1, call.width
     if bias is not None and bias.shape != (3 * rows,):
         raise AssertedShapeError(
@@ -385,7 +383,6 @@ def _refuse_mixed_dtypes_or_devices(name: str, x: Tensor, weight: Tensor) -> Non
 def refuse_attn_mask_shape(
     mask: Tensor, expected: tuple[int, ...], batch: int, heads: int, *, batched: bool
 ) -> NoReturn:
-    """Raise for an ``attn_mask`` of another shape than the expected one."""
     queries, keys = expected[-2:]
     advice = {
         (keys, queries): "attn_mask.mT, if its two axes are swapped",
