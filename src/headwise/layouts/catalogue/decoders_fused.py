@@ -1,5 +1,7 @@
 """Decoders that fuse queries, keys and values: GPT-2, GPT-NeoX, Falcon, and what came of them."""
 
+from functools import partial
+
 from headwise.function import spec
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule
 from headwise.layouts import catalogue
@@ -28,23 +30,20 @@ _NEOX_OUTSIDE = (
     "norm_2=post_attention_layernorm.* up=mlp.dense_h_to_4h.* down=mlp.dense_4h_to_h.*"
 )
 
+_gpt2_like = partial(describe_layout, where={"self": "h.{layer}.attn."}, beside=_MASKS)
 _GPT = (
-    describe_layout(
+    _gpt2_like(
         name="gpt2",
         tensors=_CONV1D,
-        where={"self": "h.{layer}.attn."},
         outside=GPT2,
         columns=True,
-        beside=_MASKS,
         note="all matrices are stored for x @ weight; c_proj is square, so that a transpose left "
         "out raises no error. GPT and ImageGPT have the same. With "
         "scale_attn_by_inverse_layer_idx the scale is smaller by the layer's number from 1",
     ),
-    describe_layout(
+    _gpt2_like(
         name="jais",
         tensors=_CONV1D,
-        where={"self": "h.{layer}.attn."},
-        beside=_MASKS,
         function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
         source="vllm, vllm/model_executor/models/jais.py",
         unchecked=_NO_CLASS,
@@ -69,21 +68,17 @@ _GPT = (
         note="four shards, as it was trained on; in each all queries, all values, all keys. The "
         "first rotary_dim channels of a head are rotated",
     ),
-    describe_layout(
+    _gpt2_like(
         name="gpt-bigcode-mqa",
         tensors=qkv_fused_by_projection("c_attn", "c_proj", kv_heads="kv_heads"),
-        where={"self": "h.{layer}.attn."},
-        beside=_MASKS,
         fixed=_ONE_KV_HEAD,
         model="gpt_bigcode",
         note="the names of GPT-2, but matrices as torch's linear layer stores them: SantaCoder, "
         "StarCoder",
     ),
-    describe_layout(
+    _gpt2_like(
         name="gpt-bigcode-mha",
         tensors=catalogue.qkv_fused_by_head("c_attn") | output_projection("c_proj"),
-        where={"self": "h.{layer}.attn."},
-        beside=_MASKS,
         model="gpt_bigcode",
         note="with multi_query false; the shapes are those of nanogpt, the order is not",
     ),
@@ -99,24 +94,23 @@ _GPT = (
     ),
 )
 
+_neox_like = partial(
+    describe_layout,
+    where={"self": "gpt_neox.layers.{layer}.attention."},
+    outside=_NEOX_OUTSIDE,
+    beside=(*_MASKS, *_ANGLES),
+    function=_SHARE,
+)
 _NEOX = (
-    describe_layout(
+    _neox_like(
         name="neox",
         tensors=catalogue.qkv_fused_by_head("query_key_value") | output_projection("dense"),
-        where={"self": "gpt_neox.layers.{layer}.attention."},
-        outside=_NEOX_OUTSIDE,
-        beside=(*_MASKS, *_ANGLES),
-        function=_SHARE,
         model="gpt_neox",
         note="Pythia. The first quarter of a head is rotated, or what rotary_pct says",
     ),
-    describe_layout(
+    _neox_like(
         name="neox-split",
         tensors=catalogue.projections("query key value dense"),
-        where={"self": "gpt_neox.layers.{layer}.attention."},
-        outside=_NEOX_OUTSIDE,
-        beside=(*_MASKS, *_ANGLES),
-        function=_SHARE,
         source="headwise: GPT-NeoX with its fused layer taken apart",
         unchecked="no package runs it",
         note="for code that wants one matrix for each projection; all else keeps its name",
@@ -152,33 +146,28 @@ _NEOX = (
     ),
 )
 
+_falcon = partial(describe_layout, where={"self": "h.{layer}.self_attention."}, model="falcon")
 _GROUPED = (
-    describe_layout(
+    _falcon(
         name="falcon-rw",
         tensors=catalogue.qkv_fused_by_head("query_key_value") | output_projection("dense"),
-        where={"self": "h.{layer}.self_attention."},
         function=AttentionSpec(score_bias=spec.AlibiRule(before_scale=True)),
-        model="falcon",
         note="with multi_query and new_decoder_architecture false. The scores are "
         "(q.k + bias) / sqrt(head_dim), the slopes in bfloat16",
     ),
-    describe_layout(
+    _falcon(
         name="falcon-7b",
         tensors=qkv_fused_by_projection("query_key_value", "dense", kv_heads="kv_heads"),
-        where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         fixed=_ONE_KV_HEAD,
         function=_HALVES,
-        model="falcon",
         note="with multi_query; its config may name other kv heads, which do not count",
     ),
-    describe_layout(
+    _falcon(
         name="falcon-40b",
         tensors=catalogue.qkv_fused_by_group("query_key_value") | output_projection("dense"),
-        where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         function=_HALVES,
-        model="falcon",
         note="with new_decoder_architecture: Falcon 40B, 180B, and Falcon 2",
     ),
     describe_layout(

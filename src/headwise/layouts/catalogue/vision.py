@@ -1,5 +1,6 @@
 """Encoders of images, by the names in their files."""
 
+from functools import partial
 from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
@@ -24,11 +25,13 @@ _SWIN: dict[str, Any] = {
     "note": "stages have different numbers of heads: give head_dim, which they share",
 }
 
+_clip = partial(describe_layout, where={"self": "encoder.layers.{layer}.self_attn."}, outside=_CLIP)
+_vit = partial(describe_layout, where=_VIT_WHERE)
+
 LAYOUTS = (
-    describe_layout(
+    _vit(
         name="vit",
         tensors=projections("attention.query attention.key attention.value output.dense"),
-        where=_VIT_WHERE,
         outside=_VIT,
         beside=("attention.relative_position_bias.*",),
         function=AttentionSpec(score_bias=FROM_CONFIG),
@@ -46,10 +49,9 @@ LAYOUTS = (
         note="timm, and the published code of DINO, DINOv2, MAE and SAM. The check runs VitDet of "
         "transformers, which has these tensors; timm's q_norm and k_norm are not described",
     ),
-    describe_layout(
+    _vit(
         name="vitdet",
         tensors=qkv_fused_by_projection("qkv", "proj"),
-        where=_VIT_WHERE,
         outside="| encoder.layer.{layer}. " + _TIMM_MLP,
         beside=("rel_pos_h", "rel_pos_w"),
         function=AttentionSpec(score_bias=FROM_CONFIG),
@@ -71,7 +73,7 @@ LAYOUTS = (
         note="BEiT, EVA and VideoMAE as published, and timm's eva: no bias of keys, and those of "
         "queries and values by themselves. k_bias is a buffer of zeros",
     ),
-    describe_layout(
+    _vit(
         name="videomae",
         tensors={
             **projections("attention.query attention.key attention.value", biases=""),
@@ -79,7 +81,6 @@ LAYOUTS = (
             "attention.v_bias": "bv: (heads head_dim)",
             **catalogue.output_projection("output.dense"),
         },
-        where=_VIT_WHERE,
         outside=_VIT,
         source="transformers, models/videomae/modeling_videomae.py and conversion_mapping.py",
     ),
@@ -115,20 +116,16 @@ LAYOUTS = (
         note="half of the angles are of a patch's row and half of its column, and the first tokens "
         "have none; the check rotates by place. Keys have no bias",
     ),
-    describe_layout(
+    _clip(
         name="clip",
         tensors=projections("q_proj k_proj v_proj out_proj"),
-        where={"self": "encoder.layers.{layer}.self_attn."},
-        outside=_CLIP,
         mask="added",
         note="SigLIP as well. The text and the image part are two models in one file, text_model "
         "and vision_model",
     ),
-    describe_layout(
+    _clip(
         name="blip",
         tensors=qkv_fused_by_projection("qkv", "projection"),
-        where={"self": "encoder.layers.{layer}.self_attn."},
-        outside=_CLIP,
         note="the image part of BLIP, BLIP-2 and InstructBLIP",
     ),
 )
