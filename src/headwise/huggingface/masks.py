@@ -159,7 +159,8 @@ def make_transformers_mask(**call: Any) -> Tensor | None:
         if not bound.hiding_clauses:
             return None
     sizes = {"batch": call["batch_size"], "queries": tokens.queries, "keys": tokens.keys}
-    dtype = call.get("dtype", torch.float32) if _needs_float_mask(call) else torch.bool
+    is_float = _needs_float_mask(type(call.get("config")))
+    dtype = call.get("dtype", torch.float32) if is_float else torch.bool
     return LazyMask(mask, **sizes, device=device, dtype=dtype)
 
 
@@ -171,7 +172,7 @@ def file_has_no_sdpa(layer: type) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _config_needs_float_masks(config: type) -> bool:
+def _needs_float_mask(config: type) -> bool:
     return any(not model._supports_sdpa for model in _models_of_config(config))
 
 
@@ -183,13 +184,8 @@ def _file_has_no_sdpa(layer: type) -> bool:
     return bool(defined) and not any(model._supports_sdpa for model in defined)
 
 
-def _needs_float_mask(call: dict[str, Any]) -> bool:
-    kind: Any = type(call.get("config"))
-    return bool(_config_needs_float_masks(kind))
-
-
 def _make_dense_mask(call: dict[str, Any]) -> Tensor | None:
-    if _needs_float_mask(call):
+    if _needs_float_mask(type(call.get("config"))):
         float_mask: Tensor | None = masking_utils.eager_mask(**call)
         return float_mask
     # Never None for a causal mask, because a layer without ``is_causal`` would attend to all keys.

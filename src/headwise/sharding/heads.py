@@ -182,7 +182,15 @@ def _check_layer_modules(layer: nn.Module) -> None:
     is_table = isinstance(getattr(layer, "score_bias", None), T5BucketTable)
     for name, module in layer.named_modules():
         if name not in ("", "score_bias") and (is_table or not name.startswith("score_bias")):
-            _check_module(name, module)
+            last = name.rpartition(".")[2]
+            kinds = _KINDS.get(last) or _KINDS.get(last.rpartition("_")[2], ())
+            if type(module) not in kinds:
+                described = " with a parametrization" if is_parametrized(module) else ""
+                raise OptionError(
+                    saw=f"Heads() for a layer whose {name} is a {type(module).__name__}{described}",
+                    needed="the projections and norms that the layer was made with",
+                    do="parallelize the layer before adapters or quantisation, or without them",
+                )
     for name, parameter in layer.named_parameters():
         if isinstance(parameter, DTensor):
             raise OptionError(
@@ -196,18 +204,6 @@ def _check_layer_modules(layer: nn.Module) -> None:
                 needed="the parameters of headwise's layer",
                 do=f"move {name} into a module outside of the layer",
             )
-
-
-def _check_module(name: str, module: nn.Module) -> None:
-    last = name.rpartition(".")[2]
-    kinds = _KINDS.get(last) or _KINDS.get(last.rpartition("_")[2], ())
-    if type(module) not in kinds:
-        described = " with a parametrization" if is_parametrized(module) else ""
-        raise OptionError(
-            saw=f"Heads() for a layer whose {name} is a {type(module).__name__}{described}",
-            needed="the projections and norms that the layer was made with",
-            do="parallelize the layer before adapters or quantisation, or without them",
-        )
 
 
 def _check_heads_divide(layer: nn.Module, ranks: int, *, kv: str) -> None:

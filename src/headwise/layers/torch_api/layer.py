@@ -178,16 +178,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Raises:
             HeadwiseError: with the type and first line of torch's own error.
         """
-        require_tensors(query=query, key=key, value=value)
-        checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
-        if query.is_nested or key.is_nested or value.is_nested:
+        masks = (key_padding_mask, attn_mask, is_causal)
+        call = self._read_call((query, key, value, *masks, need_weights, average_attn_weights))
+        if call is None:
             if self.part is not None:
                 checks.raise_nested_error(f"a layer with {self.part} of {self.num_heads}")
             # torch computes nested tensors, with its own conditions and messages.
             returned = (need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(query, key, value, key_padding_mask, *returned)
-        masks = (key_padding_mask, attn_mask, is_causal)
-        call = self._read_call((query, key, value, *masks, need_weights, average_attn_weights))
         heads, weights = attend_before_out_proj(call)
         if self.part is not None and weights is not None:
             weights = self.part.weights_of_all_heads(weights, average=average_attn_weights)
@@ -214,15 +212,19 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Raises:
             OptionError: nested tensors, which torch's code computes.
         """
+        masks = (key_padding_mask, attn_mask, is_causal)
+        call = self._read_call((query, key, value, *masks, need_weights, average_attn_weights))
+        if call is None:
+            checks.raise_nested_error("explain")
+        return explain_forward(call, self.out_proj)
+
+    def _read_call(self, arguments: checks.Arguments) -> checks.Call | None:
+        """Return a call; None for nested tensors."""
+        query, key, value, _, attn_mask, is_causal, *_ = arguments
         require_tensors(query=query, key=key, value=value)
         checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
-            checks.raise_nested_error("explain")
-        masks = (key_padding_mask, attn_mask, is_causal)
-        call = self._read_call((query, key, value, *masks, need_weights, average_attn_weights))
-        return explain_forward(call, self.out_proj)
-
-    def _read_call(self, arguments: checks.Arguments) -> checks.Call:
+            return None
         weights: tuple[Tensor | None, ...] = (self.in_proj_weight,)
         if not self._qkv_same_embed_dim:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
