@@ -108,7 +108,6 @@ class ConfigFields(dict[str, Any]):
         return config if isinstance(config, ConfigFields) else cls(config)
 
     def read(self, name: str, needed: str, is_valid: Callable[[Any], bool]) -> Any:
-        """Return the value of a field, or None; raise OptionError if it is not valid."""
         value = self.get(name)
         if value is None or is_valid(value):
             return value
@@ -397,7 +396,6 @@ def window_sides(config: Config, layer: int) -> tuple[int, int | None] | None:
 
 
 def _layer_value(fields: ConfigFields, name: str, layer: int) -> Any:
-    """Return the value of a layer in a list over the layers; None beyond the end of the list."""
     values = fields.layer_values(name)
     return values[layer] if layer < len(values) else None
 
@@ -423,7 +421,6 @@ def layout_name(config: Config) -> str | None:
 
 
 def read_head_dim(fields: ConfigFields, counts: Sizes) -> int | None:
-    """Return the stated head_dim, or embed_dim // heads."""
     embed_dim = _read_first_count(fields, ("hidden_size", "n_embd", "d_model", "dim", "emb_dim"))
     quotient = embed_dim // counts["heads"] if embed_dim and "heads" in counts else None
     return counts.get("head_dim", quotient)

@@ -168,7 +168,6 @@ def plan_share_files(
     metadata: Mapping[str, str],
     division: ShardMap,
 ) -> OutputPlan:
-    """Return the plan of a file for each tensor-parallel process, with its share of all tensors."""
     made = [(source.headers[step.inputs[0]].dtype, step) for step in steps if step.outputs]
     made.sort(key=lambda pair: -pair[0].itemsize)
     tensors: dict[str, tuple[safetensors.Shape, torch.dtype]] = {
@@ -507,7 +506,6 @@ def _background_thread() -> Iterator[Callable[..., None]]:
 def _write_steps(
     plan: WritePlan, files: Sequence[OutputFile], parts: Sequence[PartialFile]
 ) -> Iterator[int]:
-    """Write the tensors of each step into the files of a shard, and yield their bytes."""
     for file, part in zip(files, parts, strict=True):
         part.write(file.head)
     headers, names, steps = plan.source.headers, iter(files[0].tensors), files[0].steps
@@ -529,7 +527,6 @@ def _write_steps(
 
 
 def _convert(source: CheckpointSource, step: ConversionStep) -> State:
-    """Run a step and its inverse, compare the bytes, and return its tensors."""
     return run_round_trip_checked_step(step, {name: source[name] for name in step.inputs})
 
 

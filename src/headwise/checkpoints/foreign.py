@@ -121,7 +121,6 @@ def _require_loadable_by_meta(
 
 
 def _meta_rotary_params(config: ConfigFields) -> dict[str, Any]:
-    """Return theta and the scaling flag; Meta's code has one scaling, with fixed constants."""
     rotation = config_json.rotary_section_of_layer(config, 0)
     theta = rotation.number("rope_theta") or config.number("rope_theta") or 10_000.0
     kind = config_json.rotary_scaling_kind(rotation)

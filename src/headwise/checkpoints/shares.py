@@ -118,7 +118,6 @@ class JoinedSource(CheckpointSource):
         return self.path
 
     def target_file_name(self, file: Path) -> str:
-        """Return the name of a file that this one becomes: a numbered part of the model."""
         number = [shard.path for shard in self.shards].index(file) + 1
         return f"model-{number:05}-of-{len(self.shards):05}{SAFETENSORS}"
 

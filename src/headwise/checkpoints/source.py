@@ -113,7 +113,6 @@ def no_checkpoint_error(path: Path, problem: str, *, do: str = LOCAL) -> Checkpo
 
 
 def _require_complete_parts(folder: Path, files: list[Path]) -> None:
-    """Raise CheckpointError unless the names number all parts of one checkpoint."""
     parts = [part for file in files if (part := PART.fullmatch(file.stem))]
     if len(parts) < len(files) or len({(part[1], part[3]) for part in parts}) > 1:
         _require_single(folder, files)
@@ -253,7 +252,6 @@ class CheckpointSource(Mapping[str, Tensor]):
         return self.path.is_dir() or self.index is not None
 
     def target_file_name(self, file: Path) -> str:
-        """Return the name of the safetensors file, as transformers would use it, for a file."""
         if file.suffix == SAFETENSORS:
             return file.name
         return file.stem.replace("pytorch_model", "model", 1) + SAFETENSORS
@@ -264,7 +262,6 @@ class CheckpointSource(Mapping[str, Tensor]):
                 raise changed_error(path, "changed")
 
     def source_digest(self) -> str:
-        """Return a hash of the files' paths, states and headers, which identifies the source."""
         digest = hashlib.sha256()
         for path, state in self.states.items():
             digest.update(f"{path.absolute()} {state}\n".encode("utf-8", "surrogateescape"))

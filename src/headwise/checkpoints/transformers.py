@@ -34,7 +34,6 @@ class DescribedModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that loading takes: for the tensors, and for the model."""
         return 2 * sum(header.nbytes for header in self.checkpoint.source.headers.values())
 
     def arguments(self, transformers: Any) -> tuple[Any, dict[str, Any]]:
@@ -385,7 +384,6 @@ def _read_decoder_start_token(config: Any) -> int | None:
 
 
 def _require_fitting_weights(folder: Path, info: dict[str, Any], model: Any) -> None:
-    """Raise OptionError for weights of other shapes or names, or quantised and not read."""
     kind = type(model).__name__
     missing, unplaced = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     unfit = [

@@ -102,7 +102,6 @@ class LazyMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator on the dense mask."""
         kwargs = kwargs or {}
         packet = getattr(func, "overloadpacket", None)
         if packet in _ALIASES or (
@@ -206,7 +205,6 @@ def _make_dense_mask(call: dict[str, Any]) -> Tensor | None:
 
 
 def _token_positions(call: dict[str, Any]) -> TokenPositions | None:
-    """Return the positions of the call, or None if its mask must be a dense tensor."""
     positions = call.get("cache_position")
     queries = call["q_length"] if positions is None else positions.shape[0]
     first: Any = call.get("q_offset", 0) if positions is None else positions[0]

@@ -32,7 +32,6 @@ _ROUNDING = 4 * sys.float_info.epsilon  # relative error of a scale computed in 
 def canonical_tensors_of_module(
     state: Mapping[str, Tensor], source: Layout, options: Mapping[str, Any], **heads: int | None
 ) -> State:
-    """Return the canonical tensors of a module; ``heads`` are known numbers of heads, or None."""
     modules = find_modules(source, state)
     if source.tensors.keys().isdisjoint(state) and modules:
         prefix = modules[0].prefix
@@ -143,7 +142,6 @@ def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
 
 
 def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
-    """Return the function of a layer, without that of its weights."""
     rotary, norm, scale = layer.rotary, layer.qk_norm, layer.scale
     usual, rotation = layer.head_dim**-0.5, None
     is_usual = scale is None or math.isclose(scale, usual, rel_tol=_ROUNDING)
@@ -226,7 +224,6 @@ def require_same_function_as_source(
 
 
 def advise_wrapped_tensors(state: Mapping[str, Any]) -> list[str]:
-    """Return the line that takes the tensors of one layer out of a checkpoint, or none."""
     name = "out_proj.weight"
     for key, value in state.items():
         if isinstance(value, Mapping) and any(inner.endswith(name) for inner in value):

@@ -45,7 +45,6 @@ class CallInputs(NamedTuple):
     gate: Tensor | None = None
 
     def prepare_tensors_for_part(self, part: HeadPart) -> CallInputs:
-        """Return the inputs as a part of the heads uses them; mask and bias stay those of all."""
         tensors = self.score_bias.all_tensors()
         biases = {f"score_bias {i}": tensor for i, tensor in enumerate(tensors)}
         inputs = {"x": self.x} | biases
@@ -153,7 +152,6 @@ class Packed(Unpacked):
         return gate.index_select(0, row).mT[None, :, :, None]
 
     def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
-        """Return (batch, queries, out_dim); padding gets the output for a token of zeros."""
         merged = torch.cat([merged, merged.new_zeros(1, 1, merged.shape[2])], dim=1)
         lengths = [piece.queries.size for piece in self.pieces]
         *tokens, blank = projection(merged)[0].split([*lengths, 1])

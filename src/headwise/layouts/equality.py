@@ -33,7 +33,6 @@ _NARROW = {"embed_dim": 2, "source_dim": 2, "out_dim": 3}
 
 
 def mark_differing_entries(a: Tensor, b: Tensor) -> Tensor:
-    """Return True for each entry whose bits differ, of the shape of both."""
     differ = view_as_bits(a) != view_as_bits(b)
     return differ.any(-1) if a.is_complex() else differ
 

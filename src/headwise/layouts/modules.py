@@ -174,7 +174,6 @@ def _find_modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModul
 
 
 def replace_numbers_with_layer_slots(prefix: str) -> str:
-    """Return a prefix with {layer} for each number, the same for the modules of all layers."""
     return re.sub(r"\d+", "{layer}", prefix)
 
 

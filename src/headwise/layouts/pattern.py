@@ -192,7 +192,6 @@ class PatternAxis:
     after: tuple[str, ...] = ()
 
     def names_of(self, tensor: str) -> tuple[str, ...]:
-        """The names of what ``tensor`` has of this axis, the slowest first."""
         inner = next((block.names for block in self.blocks if block.tensor == tensor), ())
         return (*self.before, *inner, *self.after)
 
@@ -221,7 +220,6 @@ class Pattern:
         return tuple(axis.size(sizes) for axis in self.axes)
 
     def names_of(self, tensor: str) -> tuple[str, ...]:
-        """Return the names of all axes of a tensor, in stored order."""
         return tuple(name for axis in self.axes for name in axis.names_of(tensor))
 
     def axis_names(self) -> set[str]:

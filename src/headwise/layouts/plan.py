@@ -267,7 +267,6 @@ def _add_steps_outside_attention(
     headers: Mapping[str, TensorHeader],
     form: NameForm,
 ) -> list[ConversionStep]:
-    """Return the steps of all modules and of the weights outside of attention."""
     done = {name for step in steps for name in step.inputs}
     roots = {module.place.root for module in modules}
     rest = [name for name in headers if name not in done]
@@ -404,7 +403,6 @@ def _module_steps(
 
 
 def _is_stored_alike(source: Layout, target: Layout, stored: list[str], written: list[str]) -> bool:
-    """True if both layouts store one tensor in the same way, whatever its name."""
     if len(stored) != 1 or len(written) != 1:
         return False
     mine, theirs = source.patterns[stored[0]], target.patterns[written[0]]

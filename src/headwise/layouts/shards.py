@@ -258,7 +258,6 @@ def _block_lengths(pattern: Pattern, sharded: LeadingName, sizes: Sizes) -> tupl
 
 
 def _count_copies(pattern: Pattern, sharded: LeadingName, count: int, kv_heads: int | None) -> int:
-    """Return the number of neighbouring shares that hold the same kv head."""
     if sharded.name != "kv_heads" or pattern.fused is not None or kv_heads is None:
         return 1
     return count // kv_heads if count > kv_heads and count % kv_heads == 0 else 1

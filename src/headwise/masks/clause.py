@@ -234,7 +234,6 @@ class IntervalClause(Clause):
 
 
 def positions_of_index(index: Index, size: int, device: torch.device) -> Tensor:
-    """The positions that an index of an axis of this size names."""
     return index if isinstance(index, Tensor) else torch.arange(size, device=device)[index]
 
 
@@ -260,7 +259,6 @@ Align = Literal["top-left", "bottom-right"]
 
 
 def require_align(align: str | None) -> None:
-    """Raise OptionError unless the alignment is one of the two, or left out."""
     if align not in (None, "top-left", "bottom-right"):
         raise OptionError(
             saw=f"align={describe_value(align)}",

@@ -370,7 +370,6 @@ def _iterate_given_key_and_query_lengths(
 
 
 def _window_side_int(name: str, side: object) -> int:
-    """Return one side of a window as Python's integer, or as the symbol of a compiled graph."""
     if side is None:
         return BOUNDLESS
     count = convert_to_int_or_none(side)

@@ -148,7 +148,6 @@ class Transfer:
         self._work = dist.batch_isend_irecv(calls) if calls else []
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Return the received tensors once all have arrived."""
         for work in self._work:
             work.wait()
         self._sent = []

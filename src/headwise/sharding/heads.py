@@ -243,7 +243,6 @@ def _check_no_tied_weights(model: nn.Module, layers: Mapping[str, nn.Module]) ->
 
 
 def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> None:
-    """Divide the heads of a layer, its kv heads too if ``splits_kv``."""
     patterns = conversion.layout_of_layer(layer).patterns
     divided = ("heads", "kv_heads") if splits_kv else ("heads",)
     is_width = layer.qk_norm is not None and layer.qk_norm.over == "width"
@@ -464,7 +463,6 @@ class WidthNormOverRanks(Norm):
     width: int
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise this rank's channels by the statistics of all."""
         exact = torch.promote_types(x.dtype, torch.float32)
         weight, bias = local_part(self.weight), local_part(self.bias)
         wide, weight = x.to(exact), weight.to(exact)

@@ -95,7 +95,6 @@ def require_divisible_embed_dim(embed_dim: int, num_heads: int) -> None:
 
 
 def raise_nested_error(what: str) -> NoReturn:
-    """Raise OptionError for nested tensors, where torch's own code cannot serve."""
     raise OptionError(
         saw=f"{what} with nested tensors",
         needed="tensors with one length, since torch's code computes nested ones",
@@ -322,7 +321,6 @@ def _check_masks(call: Call, keys: int, *, batched: bool) -> None:
 
 
 def _check_slots(call: Call) -> None:
-    """Raise unless ``bias_k`` and ``bias_v`` come together, without static keys or values."""
     for name, missing in (("k", "v"), ("v", "k")):
         if getattr(call, f"bias_{missing}") is None:
             raise AssertedOptionError(

@@ -293,7 +293,6 @@ def take_part(call: Call, part: HeadPart) -> Call:
 
 
 def _take_parameters(call: Call, part: HeadPart) -> Call:
-    """Return a call with the part's parameters, in the separate form."""
     width = call.embed_dim
 
     def share(parameter: Tensor | None, dim: int) -> Tensor | None:

@@ -68,7 +68,6 @@ class SequenceScores:
     def matrix_of_query_and_key_run(
         self, q: Tensor, k: Tensor, *, queries: Span, keys: Span
     ) -> AttentionMatrix:
-        """Return the matrix of the queries and keys of two runs, with its part of the mask."""
         place, options = self.matrix_part_of_all_sequences(queries, keys), self.options
         clauses = self.mask.cut_to_part(place).clauses if queries.size else ()
         return AttentionMatrix(
