@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headwise.layers.distance import T5Bias as T5Bias
     from headwise.layers.distance import alibi_slopes as alibi_slopes
     from headwise.layers.norm import QKNorm as QKNorm
-    from headwise.layers.torch_api.forward import (
+    from headwise.layers.torch_api.layer import (
         multi_head_attention_forward as multi_head_attention_forward,
     )
 
@@ -24,6 +24,6 @@ __getattr__, __dir__, __all__ = export_lazily(
         "cache": "Cache",
         "distance": "Alibi PositionBias T5Bias alibi_slopes",
         "norm": "QKNorm",
-        "torch_api.forward": "multi_head_attention_forward",
+        "torch_api.layer": "multi_head_attention_forward",
     },
 )
