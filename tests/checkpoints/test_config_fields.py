@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints import config, defaults
+from headwise.checkpoints import config
 from tools.config_fields import tried
 
 # model_type -> changes that are read, and changes that are refused by name
@@ -68,7 +68,7 @@ def test_a_reader_that_is_lost_is_found_out(
 
 
 def test_defaults_are_of_types_that_load() -> None:
-    assert {*defaults.DEFAULTS, *defaults.LOCAL_THETAS} <= config._KNOWN
+    assert {*config.DEFAULTS, *config.LOCAL_THETAS} <= config._KNOWN
 
 
 @pytest.mark.slow

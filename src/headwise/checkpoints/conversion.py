@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headwise.checkpoints import description as descriptions
 from headwise.checkpoints import foreign, safetensors, staging
-from headwise.checkpoints.config import find_missing_layers, layout_name
+from headwise.checkpoints.config import layout_name
 from headwise.checkpoints.description import Description, describe_target, read_description
 from headwise.checkpoints.source import (
     INDEX,
@@ -274,7 +274,7 @@ def plan_checkpoint_conversion(
     config = descriptions.read_config_file_or_description(source, stored)
     before = descriptions.layout_with_described_function(source_layout, stored)
     modules = find_modules(before, source.headers)
-    if missing := find_missing_layers(config, modules, source.headers):
+    if missing := descriptions.find_missing_layers(config, modules, source.headers):
         raise CheckpointError(
             saw=f"{source.path}, where {missing[0]}",
             needed="the tensors of every layer",

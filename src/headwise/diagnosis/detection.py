@@ -179,7 +179,7 @@ def detect_by_names_and_shapes(
         return replace(detection, obstacle=find_obstacle(headers))
 
     def with_missing_layers(each: CandidateLayout) -> CandidateLayout:
-        missing = configs.find_missing_layers(config or {}, each.modules, headers)
+        missing = descriptions.find_missing_layers(config or {}, each.modules, headers)
         return replace(each, faults=(*each.faults, *missing))
 
     groups = tuple(tuple(map(with_missing_layers, group)) for group in detection.fitting)
