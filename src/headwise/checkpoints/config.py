@@ -84,9 +84,9 @@ _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
 _KNOWN = {*_LAYOUTS, "falcon", "gpt_bigcode"}  # flags of the config decide the last two
 
 
-# Fields that the classes of transformers set by themselves where a config.json leaves them out: the
-# defaults of `transformers.models.*.configuration_*` that change attention and differ from what this
-# file takes for a missing field. `tools/config_fields.py` checks them.
+# Fields that the classes of transformers set by themselves where a config.json leaves them out:
+# defaults of `transformers.models.*.configuration_*` that change attention and differ from what
+# this file takes for a missing field. `tools/config_fields.py` checks them.
 _FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("rope_theta", 25_000.0, "fuyu"),
     ("rope_theta", 100_000.0, "helium"),
