@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from headwise.function.spec import AttentionSpec
 from headwise.layers import hooks, linear
 from headwise.layers.conversion import advise_wrapped_tensors
+from headwise.layers.linear import LayerExplanation
 from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
 from headwise.layers.torch_api.checks import Call
@@ -151,7 +152,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> linear.LayerExplanation:
+    ) -> LayerExplanation:
         """Return a printable report on a forward pass of this input: tokens, kernels and costs.
 
         Arguments and errors are those of ``forward``. The keys include the slots of
@@ -350,7 +351,7 @@ def _append_slots(x: Tensor, k: Tensor, name: str, call: Call) -> Tensor:
     return torch.cat(rows, dim=2)
 
 
-def explain_forward(call: Call, out_proj: nn.Module) -> linear.LayerExplanation:
+def explain_forward(call: Call, out_proj: nn.Module) -> LayerExplanation:
     """Return the report on `attend_before_out_proj` and the output projection for a call."""
     matrix, v = build_matrix_and_values(call)
     queries = call.query.shape[:-1].numel()
@@ -369,7 +370,7 @@ def explain_forward(call: Call, out_proj: nn.Module) -> linear.LayerExplanation:
         returned = "not returned"
     elif call.average:
         returned = describe_average(matrix, v, dropout_p=call.dropout_p)
-    return linear.LayerExplanation(tokens, tuple(lines), matrix.explain(v), returned)
+    return LayerExplanation(tokens, tuple(lines), matrix.explain(v), returned)
 
 
 # ---- masks -------------------------------------------------------------------------------------
