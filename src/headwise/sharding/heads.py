@@ -532,23 +532,15 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 needed=f"{tuple(target.shape)}, the shape of the whole parameter",
                 do="pass the state dict of the unsharded model",
             )
-    shares = {
-        name: _take_rank_share(name, values[name], target) for name, target in targets.items()
-    }
-    model.load_state_dict(shares)
-
-
-def _take_rank_share(name: str, value: Tensor, target: Tensor) -> Tensor:
-    """Return the share of this rank as a DTensor like the target, or the value for a plain one."""
-    if not isinstance(target, DTensor):
-        return value
-    mesh = target.device_mesh
-    for dimension in mesh.mesh_dim_names or (None,):
-        agreement.require_same_on_every_rank(
-            name, value, mesh if dimension is None else mesh[dimension]
-        )
-    value = value.detach().to(target.device, target.dtype)
-    return distribute_tensor(value, mesh, target.placements, src_data_rank=None)
+    for name, target in targets.items():
+        if isinstance(target, DTensor):
+            value, mesh = values[name], target.device_mesh
+            for dim in mesh.mesh_dim_names or (None,):
+                part = mesh if dim is None else mesh[dim]
+                agreement.require_same_on_every_rank(name, value, part)
+            value = value.detach().to(target.device, target.dtype)
+            values[name] = distribute_tensor(value, mesh, target.placements, src_data_rank=None)
+    model.load_state_dict(values)
 
 
 def _find_unpacked_layers(model: nn.Module) -> Iterator[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class PaddingClause(clause.IntervalClause):
 
     tensor_fields = ("numbers",)
     integer_fields = ("axis",)
+    tighter: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # of the numbers of two clauses
 
     numbers: Tensor
     axis: int
@@ -34,6 +36,11 @@ class PaddingClause(clause.IntervalClause):
     @abstractmethod
     def real_positions(self, numbers: Numbers, size: int) -> tuple[Numbers, Numbers]:
         """First real position and stop of sequences with these numbers, on an axis of this size."""
+
+    def merged(self, other: Clause) -> PaddingClause | None:
+        if type(other) is not type(self) or other.axis != self.axis:
+            return None
+        return type(self)(self.tighter(self.numbers, other.numbers), self.axis)
 
     def _is_real(self, position: Tensor, numbers: Tensor, size: int) -> Tensor:
         first, stop = self.real_positions(numbers, size)
@@ -114,6 +121,7 @@ class Lengths(PaddingClause):
     """``numbers[b]`` positions are real; bound, they are the first ones, or it is a `Starts`."""
 
     kind = "lengths"
+    tighter = torch.minimum
 
     side: Side = "right"  # where the padding stands
 
@@ -126,11 +134,6 @@ class Lengths(PaddingClause):
     def real_positions(self, numbers: Numbers, size: int) -> tuple[Numbers, Numbers]:
         return 0 * numbers, numbers
 
-    def merged(self, other: Clause) -> Lengths | None:
-        if not isinstance(other, Lengths) or other.axis != self.axis:
-            return None
-        return Lengths(torch.minimum(self.numbers, other.numbers), self.axis)
-
     def __str__(self) -> str:
         side = ", left-padded" if self.side == "left" else ""
         return f"lengths({MATRIX_AXES[self.axis]}{side})"
@@ -141,14 +144,10 @@ class Starts(PaddingClause):
     """The positions from ``numbers[b]`` on are real: padding stands before."""
 
     kind = "starts"
+    tighter = torch.maximum
 
     def real_positions(self, numbers: Numbers, size: int) -> tuple[Numbers, Numbers]:
         return numbers, 0 * numbers + size
-
-    def merged(self, other: Clause) -> Starts | None:
-        if not isinstance(other, Starts) or other.axis != self.axis:
-            return None
-        return Starts(torch.maximum(self.numbers, other.numbers), self.axis)
 
     def first_real_keys(self) -> Tensor | None:
         return self.numbers if self.axis == KEYS else None
