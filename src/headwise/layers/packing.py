@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import MaskError
+from headwise.layers.base import HeadPart
 from headwise.layers.cache import Cache, CachedKeys
 from headwise.layers.hooks import has_attention_hook
-from headwise.layers.part import HeadPart
 from headwise.masks.bound import zero_padding
 from headwise.masks.clause import MatrixSizes, Rectangle, Span
 from headwise.masks.clauses.dense import Dense

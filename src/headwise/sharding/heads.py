@@ -29,10 +29,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from headwise.errors import OptionError, ShapeError
 from headwise.layers import conversion
 from headwise.layers.attention import Attention
+from headwise.layers.base import HeadPart
 from headwise.layers.distance import T5BucketTable
 from headwise.layers.linear import apply_linear
 from headwise.layers.norm import Norm
-from headwise.layers.part import HeadPart
 from headwise.layers.torch_api.layer import PACKED, SEPARATE, MultiheadAttention
 from headwise.layouts.pattern import Pattern, find_axis_led_by
 from headwise.layouts.registry import layout

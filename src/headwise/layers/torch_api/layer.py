@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from headwise.function.spec import AttentionSpec
 from headwise.layers import hooks, linear
+from headwise.layers.base import HeadPart
 from headwise.layers.conversion import advise_wrapped_tensors
 from headwise.layers.linear import LayerExplanation
-from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
 from headwise.layers.torch_api.checks import Call
 from headwise.masks.bound import zero_padding
