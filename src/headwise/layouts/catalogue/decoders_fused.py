@@ -30,6 +30,7 @@ _NEOX_OUTSIDE = (
     "norm_2=post_attention_layernorm.* up=mlp.dense_h_to_4h.* down=mlp.dense_4h_to_h.*"
 )
 
+_no_class = partial(describe_layout, unchecked=_NO_CLASS)
 _gpt2_like = partial(describe_layout, where={"self": "h.{layer}.attn."}, beside=_MASKS)
 _GPT = (
     _gpt2_like(
@@ -82,14 +83,13 @@ _GPT = (
         model="gpt_bigcode",
         note="with multi_query false; the shapes are those of nanogpt, the order is not",
     ),
-    describe_layout(
+    _no_class(
         name="qwen1",
         tensors=qkv_fused_by_projection("c_attn") | output_projection("c_proj", bias=False),
         where={"self": "h.{layer}.attn."},
         beside=(*_MASKS, *_ANGLES),
         function=_HALVES,
         source="vllm, vllm/model_executor/models/qwen.py",
-        unchecked=_NO_CLASS,
         note="beyond its training length queries are scaled by the logarithm of their position",
     ),
 )
@@ -132,7 +132,7 @@ _NEOX = (
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), qk_norm=NormRule("layer")),
         note="Fuyu's decoder too. Half of a head is rotated",
     ),
-    describe_layout(
+    _no_class(
         name="chatglm-6b",
         tensors=catalogue.qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "layers.{layer}.attention."},
@@ -140,7 +140,6 @@ _NEOX = (
         function=AttentionSpec(rotary=spec.Other("half-split in each half of the head")),
         axes="length batch width",
         source="THUDM/ChatGLM-6B, modeling_chatglm.py",
-        unchecked=_NO_CLASS,
         note="a head is two halves, the first rotated by the place in the text, the second by the "
         "place in the block that is generated; the scale and its inverse are applied in two steps",
     ),
@@ -170,14 +169,13 @@ _GROUPED = (
         function=_HALVES,
         note="with new_decoder_architecture: Falcon 40B, 180B, and Falcon 2",
     ),
-    describe_layout(
+    _no_class(
         name="internlm2",
         tensors=catalogue.qkv_fused_by_group("wqkv") | output_projection("wo"),
         where={"self": "model.layers.{layer}.attention."},
         beside=_ANGLES,
         function=_HALVES,
         source="vllm, vllm/model_executor/models/internlm2.py",
-        unchecked=_NO_CLASS,
     ),
     describe_layout(
         name="mpt",
@@ -201,25 +199,23 @@ _GROUPED = (
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), window=FROM_CONFIG),
         note="Phi-4 too; a part of a head is rotated where partial_rotary_factor says so",
     ),
-    describe_layout(
+    _no_class(
         name="chatglm2",
         tensors=qkv_fused_by_projection("query_key_value", "dense", kv_heads="kv_heads"),
         where={"self": "encoder.layers.{layer}.self_attention."},
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
         rows="interleaved",
         source="vllm, vllm/model_executor/models/chatglm.py",
-        unchecked=_NO_CLASS,
         note="ChatGLM3, CodeGeeX2 and GLM-4's first files too. Half of a head is rotated; kv_heads "
         "is multi_query_group_num",
     ),
-    describe_layout(
+    _no_class(
         name="baichuan",
         tensors=qkv_fused_by_projection("W_pack", "o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
         function=AttentionSpec(rotary=FROM_CONFIG, score_bias=FROM_CONFIG),
         source="vllm, vllm/model_executor/models/baichuan.py",
-        unchecked=_NO_CLASS,
         note="the 7B models rotate, half-split; the 13B models have ALiBi",
     ),
     describe_layout(
