@@ -120,8 +120,8 @@ class Cache:
         self._require_fit_to_buffers(k, v, lengths)
         if self.key_count_after(k.shape[2]) < self.length + k.shape[2]:
             # The tokens that the window needs move to the front, as the new ones do not fit.
-            held = (buffer[:, :, : self.length] for buffer in (self._k, self._v))
-            self._keep_latest(CachedKeys(*held, None, None))
+            keys, values = (buffer[:, :, : self.length] for buffer in (self._k, self._v))
+            self._keep_latest(CachedKeys(keys, values, None, None))
         stop = self.length + k.shape[2]
         keys, values = self._write_tokens(self._k, k, stop), self._write_tokens(self._v, v, stop)
         padding = self.padding

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
@@ -28,7 +27,7 @@ class PaddingClause(clause.IntervalClause):
 
     tensor_fields = ("numbers",)
     integer_fields = ("axis",)
-    tighter: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # of the numbers of two clauses
+    keeps_least: ClassVar[bool]  # of the numbers of two clauses, else the most
 
     numbers: Tensor
     axis: int
@@ -40,7 +39,8 @@ class PaddingClause(clause.IntervalClause):
     def merged(self, other: Clause) -> PaddingClause | None:
         if type(other) is not type(self) or other.axis != self.axis:
             return None
-        return type(self)(self.tighter(self.numbers, other.numbers), self.axis)
+        pick = torch.minimum if self.keeps_least else torch.maximum
+        return type(self)(pick(self.numbers, other.numbers), self.axis)
 
     def _is_real(self, position: Tensor, numbers: Tensor, size: int) -> Tensor:
         first, stop = self.real_positions(numbers, size)
@@ -121,7 +121,7 @@ class Lengths(PaddingClause):
     """``numbers[b]`` positions are real; bound, they are the first ones, or it is a `Starts`."""
 
     kind = "lengths"
-    tighter = torch.minimum
+    keeps_least = True
 
     side: Side = "right"  # where the padding stands
 
@@ -144,7 +144,7 @@ class Starts(PaddingClause):
     """The positions from ``numbers[b]`` on are real: padding stands before."""
 
     kind = "starts"
-    tighter = torch.maximum
+    keeps_least = False
 
     def real_positions(self, numbers: Numbers, size: int) -> tuple[Numbers, Numbers]:
         return numbers, 0 * numbers + size
