@@ -313,7 +313,9 @@ def undocumented(names: Iterable[str]) -> list[str]:
         value = resolve_name(name)
         parts = {name: value} if inspect.isclass(value) or inspect.isfunction(value) else {}
         for part, member in inspect.getmembers(value) if inspect.isclass(value) else ():
-            is_ours = inspect.isfunction(member) or inspect.ismethod(member)
+            # transformers adds methods to every nn.Module.
+            is_code = inspect.isfunction(member) or inspect.ismethod(member)
+            is_ours = is_code and str(member.__module__).startswith("headwise.")
             if not part.startswith("_") and (is_ours or isinstance(member, property)):
                 parts[f"{name}.{part}"] = member
         found += [part for part, member in parts.items() if not inspect.getdoc(member)]
