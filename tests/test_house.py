@@ -2,10 +2,13 @@
 
 import ast
 import gc
+import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -299,6 +302,28 @@ def test_few_files_import_modules_by_name() -> None:
         if dynamic_imports(tree_of(path))
     }
     assert found == {*DYNAMIC_IMPORTS}
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Classes and functions without a docstring, and methods and properties of these classes."""
+    found = []
+    for name in names:
+        value = resolve_name(name)
+        parts = {name: value} if inspect.isclass(value) or inspect.isfunction(value) else {}
+        for part, member in inspect.getmembers(value) if inspect.isclass(value) else ():
+            # transformers adds methods to every nn.Module.
+            is_code = inspect.isfunction(member) or inspect.ismethod(member)
+            is_ours = is_code and str(member.__module__).startswith("headwise.")
+            if not part.startswith("_") and (is_ours or isinstance(member, property)):
+                parts[f"{name}.{part}"] = member
+        found += [part for part, member in parts.items() if not inspect.getdoc(member)]
+    return found
+
+
+def test_public_names_have_docstrings() -> None:
+    record = json.loads(ROOT.joinpath("docs/api.json").read_text("utf-8"))
+    assert undocumented(record["names"]) == []
+    assert undocumented(["tests.test_house.test_public_names_have_docstrings"]) != []
 
 
 def test_the_changelog_begins_with_this_version() -> None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from headwise.huggingface import register_huggingface as register_huggingface
     from headwise.identify._verify import verify as verify
     from headwise.identify.detection import detect as detect
-    from headwise.layers._upgrade import upgrade as upgrade
     from headwise.layers.attention import Attention as Attention
+    from headwise.layers.torch_api._upgrade import upgrade as upgrade
     from headwise.layers.torch_api.layer import MultiheadAttention as MultiheadAttention
     from headwise.layouts._layout import Layout as Layout
     from headwise.layouts.plan import convert as convert
@@ -36,8 +36,8 @@ __getattr__, __dir__, __all__ = export_lazily(
         "errors": "HeadwiseError",
         "function.rotary": "Rotary",
         "huggingface": "register_huggingface",
-        "layers._upgrade": "upgrade",
         "layers.attention": "Attention",
+        "layers.torch_api._upgrade": "upgrade",
         "layers.torch_api.layer": "MultiheadAttention",
         "layouts._layout": "Layout",
         "layouts.plan": "convert",

@@ -10,8 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwise.checkpoints.conversion import convert_checkpoint
-from headwise.checkpoints.plan import ConversionReport
+from headwise.checkpoints.conversion import ConversionReport, convert_checkpoint
 from headwise.checkpoints.source import open_source
 
 HEADS, KV_HEADS, HEAD_DIM, EMBED, INNER, VOCABULARY, LAYERS = 6, 2, 10, 40, 52, 33, 2

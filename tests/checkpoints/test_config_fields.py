@@ -67,7 +67,7 @@ def test_a_reader_that_is_lost_is_found_out(
 
 
 def test_defaults_are_of_types_that_load() -> None:
-    assert {*defaults.DEFAULTS, *defaults.LOCAL_THETAS} <= config._KNOWN
+    assert {*config.DEFAULTS, *config.LOCAL_THETAS} <= config._KNOWN
 
 
 KINDS = (

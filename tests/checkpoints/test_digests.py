@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.checkpoints.digests import compute_digests, read_digests, write_digests
+from headwise.checkpoints.safetensors import compute_digests, read_digests, write_digests
 from headwise.errors import CheckpointError
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from headwise.checkpoints import torch_file
-from headwise.checkpoints.conversion import convert_checkpoint
-from headwise.checkpoints.plan import ConversionReport
+from headwise.checkpoints.conversion import ConversionReport, convert_checkpoint
 from headwise.checkpoints.source import open_source
 from headwise.checkpoints.staging import PartialFile, StagingDir
 from headwise.errors import CheckpointError

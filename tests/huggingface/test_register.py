@@ -15,7 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import headwise
 from headwise.errors import MissingExtraError, OptionError
 from headwise.function.budget import Budget
-from headwise.huggingface import NAME, readers, register_huggingface
+from headwise.huggingface import NAME, register_huggingface
+from headwise.huggingface.masks import _KINDS, select_trusted_readers
 from headwise.models import minilm
 from tests.huggingface.models import ENCODER, MODELS, Pair, watched
 
@@ -32,11 +33,11 @@ def test_registering_again_changes_nothing() -> None:
 
 
 def test_mask_functions_are_learned_before_a_model_runs() -> None:
-    readers.select_trusted_readers.cache_clear()
+    select_trusted_readers.cache_clear()
     with torch.device("meta"):
         register_huggingface()
-    assert len(readers.select_trusted_readers()) == len(readers._KINDS)
-    assert readers.select_trusted_readers.cache_info().currsize == 1
+    assert len(select_trusted_readers()) == len(_KINDS)
+    assert select_trusted_readers.cache_info().currsize == 1
 
 
 def test_nothing_heavy_is_loaded_before_it_is_called() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from headwise import Attention, Mask, MultiheadAttention, Rotary, ScoreBias
 from headwise.errors import MaskError, OptionError, ShapeError
+from headwise.layers.base import HeadPart
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
-from headwise.layers.part import HeadPart
 
 BATCH, LENGTH, EMBED, HEADS = 3, 24, 42, 6
 PARTS = (range(4), range(4, 6))

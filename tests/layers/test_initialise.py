@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2Model, T5Config, T5EncoderModel
 from headwise import Attention
 from headwise.errors import OptionError
 from headwise.function import stages
+from headwise.layers.base import Source, initialise_projections
 from headwise.layers.distance import Alibi, PositionBias, T5Bias
-from headwise.layers.linear import Source, initialise_projections
 from headwise.layers.norm import QKNorm
 
 SOURCES: tuple[Source, ...] = get_args(Source)

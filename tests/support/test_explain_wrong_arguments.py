@@ -10,7 +10,8 @@ from torch import nn
 
 from headwise import Attention, Mask
 from headwise.errors import ArgumentError
-from headwise.layers.checks import CALL, CONSTRUCTOR
+from headwise.layers.base import CONSTRUCTOR
+from headwise.layers.checks import CALL
 from tests.refusals import refusals
 from tests.root import ROOT
 

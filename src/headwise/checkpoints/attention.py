@@ -177,7 +177,6 @@ def _require_fitting_config(
 
 
 def _require_whole_function(module: NamedModule, spec: AttentionSpec, config: Config) -> None:
-    """Raise OptionError for a part of the function that nothing states."""
     forms = dict(config_json.find_stated_forms(config))
     for name, value in vars(spec).items():
         if value is FROM_CONFIG and (name != "scale" or config):

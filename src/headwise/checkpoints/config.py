@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headwise.checkpoints.defaults import DEFAULTS, LOCAL_THETAS, SCALED
 from headwise.checkpoints.source import require_no_pointer
 from headwise.errors import OptionError
 from headwise.function import spec
@@ -16,7 +15,6 @@ from headwise.function.scaling import LinearScaling, Llama3Scaling, Scaling, Yar
 from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, RotaryRule
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import NamedModule
 from headwise.layouts.pattern import Sizes
 from headwise.support.files import parse_json_object
 from headwise.support.text import describe_value
@@ -35,11 +33,6 @@ NAMES = {
     "head_dim": "head_dim d_kv kv_channels attention_head_size resampler_head_dim",
     "rotary_width": "rotary_dim",
 }
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_LAYERS_OF_SIDES = {
-    side: (f"{side}_layers", f"num_{side}_layers") for side in ("encoder", "decoder")
-}
-_TOWERS = ("text_config", "vision_config", "audio_config")
 _SHARES = ("rotary_pct", "partial_rotary_factor")  # rotated share of head_dim
 _THETAS = ("rotary_emb_base", "global_rope_theta", "rope_theta")  # in older files
 _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
@@ -91,6 +84,45 @@ _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
 _KNOWN = {*_LAYOUTS, "falcon", "gpt_bigcode"}  # flags of the config decide the last two
 
 
+# Fields that the classes of transformers set by themselves where a config.json leaves them out:
+# defaults of `transformers.models.*.configuration_*` that change attention and differ from what
+# this file takes for a missing field. `tools/config_fields.py` checks them.
+_FIELDS: tuple[tuple[str, Any, str], ...] = (
+    ("rope_theta", 25_000.0, "fuyu"),
+    ("rope_theta", 100_000.0, "helium"),
+    ("rope_theta", 500_000.0, "cohere ernie4_5 ernie4_5_moe olmo3 qwen3_vl_text"),
+    ("rope_theta", 1e6, "gemma3_text lfm2 mixtral phimoe qwen2_5_vl_text qwen2_vl_text"),
+    ("rope_theta", 2_000_000.0, "smollm3"),
+    ("rotary_emb_base", 10_000.0, "gpt_neox"),
+    ("global_rope_theta", 160_000.0, "modernbert"),
+    ("partial_rotary_factor", 0.25, "gpt_neox qwen3_next stablelm"),
+    ("partial_rotary_factor", 0.5, "glm glm4 nemotron persimmon phi"),
+    ("no_rope_layer_interval", 4, "smollm3"),
+    ("position_embedding_type", "absolute", "esm"),
+    ("sliding_window", 4096, "cohere2 gemma2 gemma3_text mistral olmo3"),
+    ("window_size", 256, "gpt_neo"),
+    ("attention_multiplier", 1.0, "granite granitemoe granitemoeshared"),
+    ("query_pre_attn_scalar", 256, "gemma2 gemma3_text"),
+    ("attn_logit_softcapping", 50.0, "gemma2"),
+    ("rms_norm_eps", 1e-5, "chameleon hunyuan_v1_dense olmo2 olmo3"),
+    ("layer_norm_eps", 1e-5, "cohere persimmon phi stablelm"),
+    ("norm_eps", 1e-5, "lfm2"),
+    ("head_dim", 128, "glm glm4"),
+)
+DEFAULTS: dict[str, dict[str, Any]] = {}
+for _name, _value, _kinds in _FIELDS:
+    for _kind in _kinds.split():
+        DEFAULTS.setdefault(_kind, {})[_name] = _value
+# Their rotation is scaled, by many numbers, unless the config states another.
+SCALED = ("apertus", "cwm", "gpt_oss")
+# Layers with a window turn by a theta of their own, unscaled: its field in older files, and itself.
+LOCAL_THETAS = {
+    "gemma3_text": ("rope_local_base_freq", 10_000.0),
+    "modernbert": ("local_rope_theta", 10_000.0),
+    "olmo3": ("", 500_000.0),
+}
+
+
 class ConfigFields(dict[str, Any]):
     """JSON object of a config, with one reader for each type of field.
 
@@ -108,7 +140,6 @@ class ConfigFields(dict[str, Any]):
         return config if isinstance(config, ConfigFields) else cls(config)
 
     def read(self, name: str, needed: str, is_valid: Callable[[Any], bool]) -> Any:
-        """Return the value of a field, or None; raise OptionError if it is not valid."""
         value = self.get(name)
         if value is None or is_valid(value):
             return value
@@ -123,12 +154,10 @@ class ConfigFields(dict[str, Any]):
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | None:
-        """Return a finite number."""
         value = self.read(name, "a finite number", _is_number)
         return None if value is None else float(value)
 
     def required_number(self, name: str) -> float:
-        """Return a finite number; raise OptionError where there is none."""
         value = self.number(name)
         if value is None:
             raise self.field_error(name, "a finite number")
@@ -140,7 +169,6 @@ class ConfigFields(dict[str, Any]):
         return default if value is None else bool(value)
 
     def text(self, name: str) -> str | None:
-        """Return a short printable text."""
         needed = f"a text of at most {_MAX_TEXT} printable characters"
         value: str | None = self.read(
             name, needed, lambda x: isinstance(x, str) and len(x) <= _MAX_TEXT and x.isprintable()
@@ -153,12 +181,10 @@ class ConfigFields(dict[str, Any]):
         return list(self.read(name, needed, lambda x: isinstance(x, list | tuple)) or ())
 
     def section(self, name: str) -> ConfigFields | None:
-        """Return a JSON object within this one."""
         value = self.read(name, "a JSON object", lambda x: isinstance(x, dict))
         return None if value is None else ConfigFields(value, origin=f"{name} of {self.origin}")
 
     def field_error(self, name: str, needed: str) -> OptionError:
-        """Return the error for a field without the value that is needed."""
         value = self.get(name)
         described = "missing" if value is None else describe_value(value)
         return OptionError(
@@ -215,19 +241,6 @@ def read_stated_counts(config: Config) -> Sizes:
         for name, count in _read_counts(text_config(fields)).items()
         if all(other.get(name, count) == count for other in others)
     }
-
-
-def read_layer_counts(config: Config, role: str) -> set[int]:
-    """Return the numbers of layers that the config states, with those of its towers.
-
-    ``role`` is "encoder" or "decoder" where the layers are those of that side.
-    """
-    parts = [config, *(part for part in map(config.get, _TOWERS) if isinstance(part, dict))]
-    for names in (_LAYERS_OF_SIDES.get(role, ()), _LAYERS):
-        values = [part.get(name) for part in parts for name in names]
-        if counts := {n for n in values if isinstance(n, int) and n > 0}:
-            return counts
-    return set()
 
 
 def merge_counts(
@@ -402,7 +415,6 @@ def window_sides(config: Config, layer: int) -> tuple[int, int | None] | None:
 
 
 def _layer_value(fields: ConfigFields, name: str, layer: int) -> Any:
-    """Return the value of a layer in a list over the layers; None beyond the end of the list."""
     values = fields.layer_values(name)
     return values[layer] if layer < len(values) else None
 
@@ -428,7 +440,6 @@ def layout_name(config: Config) -> str | None:
 
 
 def read_head_dim(fields: ConfigFields, counts: Sizes) -> int | None:
-    """Return the stated head_dim, or embed_dim // heads."""
     embed_dim = _read_first_count(fields, ("hidden_size", "n_embd", "d_model", "dim", "emb_dim"))
     quotient = embed_dim // counts["heads"] if embed_dim and "heads" in counts else None
     return counts.get("head_dim", quotient)
@@ -517,37 +528,6 @@ def find_stated_forms(config: Config) -> Iterator[tuple[str, str]]:
     for name, part in _FORMS.items():
         if (value := fields.get(name)) and value not in ("absolute", "rotary"):
             yield part, f"{name} {describe_value(value)}"
-
-
-def find_missing_layers(
-    config: Config, modules: Iterable[NamedModule], names: Iterable[str]
-) -> list[str]:
-    """Return sentences on layers that the config counts and of which there is no tensor.
-
-    A layer that holds other tensors may have no attention, as in hybrid models. Of the stacks of
-    one role, such as those of an image and a text tower, only the longest is compared; modules at
-    other places than the layout's may be of a part with layers of its own number. A model_type that
-    the catalogue does not know may count others.
-    """
-    if config.get("model_type") and layout_name(config) is None:
-        return []
-    stacks: dict[str, dict[str, set[int]]] = {}
-    for module in modules:
-        if module.stack is not None and module.place.role != "cross":
-            by_stack = stacks.setdefault(module.place.role, {})
-            by_stack.setdefault(module.stack, set()).add(module.layer)
-    sentences, names = [], list(names)
-    for role, by_stack in stacks.items():
-        stack, present = max(by_stack.items(), key=lambda pair: len(pair[1]))
-        # A config of several models has several counts: the next one up is that of this stack.
-        count = min((n for n in read_layer_counts(config, role) if n >= len(present)), default=0)
-        counted = (n for n in sorted({*range(count)} - present) if layer_attends(config, n))
-        absent = (f"{stack}{number}" for number in counted)
-        missing = [p for p in absent if not any(n.startswith((f"{p}.", f"{p}/")) for n in names)]
-        if missing:
-            more = f" and {len(missing) - 1} more layers are" if len(missing) > 1 else " is"
-            sentences.append(f"`{missing[0]}`{more} missing: the config says {count} layers")
-    return sentences
 
 
 def layout_in_layer(layout: Layout, config: Config, number: int) -> Layout:

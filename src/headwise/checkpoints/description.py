@@ -15,7 +15,7 @@ leaves a field to ``config``, the config.json of the original model without its 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -28,7 +28,7 @@ from headwise.checkpoints.source import CheckpointSource, open_source
 from headwise.errors import CheckpointError, DTypeError, OptionError, ShapeError
 from headwise.function.spec import LATER, SETTINGS
 from headwise.layouts._layout import CALLING, Layout
-from headwise.layouts.modules import AS_STORED, find_modules
+from headwise.layouts.modules import AS_STORED, NamedModule, find_modules
 from headwise.layouts.plan import TensorHeader, plan_conversion
 from headwise.layouts.registry import layout, layouts_by_name
 from headwise.support.files import parse_json_object
@@ -50,7 +50,6 @@ class Description:
     removal: str = ""  # the way to remove the description, for messages
 
     def encode(self) -> str:
-        """Return the JSON text that a file carries."""
         config = _without_private_names(self.config)
         function = {
             name: word
@@ -62,11 +61,9 @@ class Description:
         return json.dumps(fields | sections)
 
     def config_json(self) -> str:
-        """Return the text of a config.json, for transformers."""
         return json.dumps(_without_private_names(self.config), indent=2) + "\n"
 
     def require_fit_to_headers(self, headers: Mapping[str, TensorHeader]) -> None:
-        """Raise CheckpointError unless the description fits these tensor names and shapes."""
         described = f"{self.origin} describes {self.modules} modules of {self.layout.name}"
         do = (
             "name the folder if this is one of several files, or copy the file again; if you "
@@ -141,13 +138,11 @@ def read_description(source: CheckpointSource) -> Description | None:
 def read_config_file_or_description(
     source: CheckpointSource, description: Description | None
 ) -> ConfigFields:
-    """Return the config.json beside a checkpoint, else the config in its description."""
     config = config_json.read_config(source.folder)
     return description.config if description is not None and not config else config
 
 
 def layout_with_described_function(name: str | Layout, description: Description | None) -> Layout:
-    """Return the layout of this name, with the function of the description if it has the name."""
     named = layout(name)
     is_described = description is not None and description.layout.name == named.name
     return description.layout if description is not None and is_described else named
@@ -344,3 +339,58 @@ def open_checkpoint(
     if description is not None:
         known = config_json.merge_stated_counts(described, known, origin=description.origin)
     return Checkpoint(source, description, stated, known)
+
+
+# ---- layers that a config counts ----------------------------------------------------------------
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYERS_OF_SIDES = {
+    side: (f"{side}_layers", f"num_{side}_layers") for side in ("encoder", "decoder")
+}
+_TOWERS = ("text_config", "vision_config", "audio_config")
+
+
+def read_layer_counts(config: Config, role: str) -> set[int]:
+    """Return the numbers of layers that the config states, with those of its towers.
+
+    ``role`` is "encoder" or "decoder" where the layers are those of that side.
+    """
+    parts = [config, *(part for part in map(config.get, _TOWERS) if isinstance(part, dict))]
+    for names in (_LAYERS_OF_SIDES.get(role, ()), _LAYERS):
+        values = [part.get(name) for part in parts for name in names]
+        if counts := {n for n in values if isinstance(n, int) and n > 0}:
+            return counts
+    return set()
+
+
+def find_missing_layers(
+    config: Config, modules: Iterable[NamedModule], names: Iterable[str]
+) -> list[str]:
+    """Return sentences on layers that the config counts and of which there is no tensor.
+
+    A layer that holds other tensors may have no attention, as in hybrid models. Of the stacks of
+    one role, such as those of an image and a text tower, only the longest is compared; modules at
+    other places than the layout's may be of a part with layers of its own number. A model_type that
+    the catalogue does not know may count others.
+    """
+    if config.get("model_type") and config_json.layout_name(config) is None:
+        return []
+    stacks: dict[str, dict[str, set[int]]] = {}
+    for module in modules:
+        if module.stack is not None and module.place.role != "cross":
+            by_stack = stacks.setdefault(module.place.role, {})
+            by_stack.setdefault(module.stack, set()).add(module.layer)
+    sentences, names = [], list(names)
+    for role, by_stack in stacks.items():
+        stack, present = max(by_stack.items(), key=lambda pair: len(pair[1]))
+        # A config of several models has several counts: the next one up is that of this stack.
+        count = min((n for n in read_layer_counts(config, role) if n >= len(present)), default=0)
+        counted = (
+            n for n in sorted({*range(count)} - present) if config_json.layer_attends(config, n)
+        )
+        absent = (f"{stack}{number}" for number in counted)
+        missing = [p for p in absent if not any(n.startswith((f"{p}.", f"{p}/")) for n in names)]
+        if missing:
+            more = f" and {len(missing) - 1} more layers are" if len(missing) > 1 else " is"
+            sentences.append(f"`{missing[0]}`{more} missing: the config says {count} layers")
+    return sentences

@@ -21,7 +21,6 @@ FOLDER, FILE, CHECKPOINT_VERSION = "release", "model_optim_rng.pt", 3.0
 
 
 def require_megatron_layout(stored: Layout) -> None:
-    """Raise OptionError unless weights are in a layout of Megatron core."""
     if stored.name not in LAYOUTS:
         raise OptionError(
             saw=f"weights in the layout {stored.name}, for {RANK_FOLDER}00/{FILE}",
@@ -31,7 +30,6 @@ def require_megatron_layout(stored: Layout) -> None:
 
 
 def write_megatron_files(folder: Path, shares: Iterable[TensorFile]) -> None:
-    """Write the files of Megatron-LM into a folder, from a file for each process."""
     for number, share in enumerate(shares):
         content = {
             "model": {name: share.tensor(name) for name in share.headers},
@@ -80,16 +78,7 @@ def make_meta_params(description: Description, shapes: Shapes) -> dict[str, Any]
     }
 
 
-def divides_embedding_columns(params: Mapping[str, Any], shapes: Shapes) -> bool:
-    """True if the code for these parameters divides the columns of the embedding.
-
-    The code of Llama 1 and 2 does, whose theta is 10,000, and that of Llama 3 divides its rows.
-    """
-    return bool(params["rope_theta"] == 10_000.0) and OUTPUT in shapes
-
-
 def write_meta_files(folder: Path, shares: Iterable[TensorFile], params: Mapping[str, Any]) -> None:
-    """Write the files of Meta's code into a folder, from a file for each process."""
     for number, share in enumerate(shares):
         state = {name: share.tensor(name) for name in share.headers}
         state.setdefault(OUTPUT, state[TOKENS])  # tied weights are stored once
@@ -132,7 +121,6 @@ def _require_loadable_by_meta(
 
 
 def _meta_rotary_params(config: ConfigFields) -> dict[str, Any]:
-    """Return theta and the scaling flag; Meta's code has one scaling, with fixed constants."""
     rotation = config_json.rotary_section_of_layer(config, 0)
     theta = rotation.number("rope_theta") or config.number("rope_theta") or 10_000.0
     kind = config_json.rotary_scaling_kind(rotation)

@@ -1,9 +1,10 @@
-"""Reader of .safetensors files: the library checks the header; the tensors are memory-mapped.
+"""Files of safetensors, memory-mapped, and SHA-256 digests of tensors beside them.
 
 The header is its length in eight bytes, then JSON; the numbers follow. Duplicate names and unknown
 fields, which the library accepts, are refused here.
 """
 
+import hashlib
 import json
 import mmap
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headwise.errors import CheckpointError
-from headwise.support.files import parse_json_object
+from headwise.support.files import parse_json_object, write_whole
 
 Shape = tuple[int, ...]
 LENGTH = 8  # bytes of the JSON's length
@@ -48,7 +49,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all numbers."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -123,7 +123,6 @@ def read_safetensors_header(path: Path) -> TensorFile:
 
 
 def damaged_error(path: Path, why: str) -> CheckpointError:
-    """Return the error for a damaged safetensors file."""
     return CheckpointError(
         saw=f"{path}: {why[:300]}",
         needed="a complete safetensors file",
@@ -158,3 +157,44 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     # as_strided sets the stride to 1: a tensor of one number is contiguous with any stride.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
+
+
+# ---- digests: they reveal a flipped bit, for which safetensors has no check --------------------
+
+DIGESTS = "headwise digests"
+Digests = dict[str, dict[str, Any]]
+
+
+def compute_digests(state: Mapping[str, Tensor]) -> Digests:
+    """Return name -> shape, dtype and SHA-256 of the numbers, little-endian and row-major."""
+    return {
+        name: {
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "sha256": hashlib.sha256(tensor_bytes(tensor)).hexdigest(),
+        }
+        for name, tensor in ((name, state[name]) for name in state)
+    }
+
+
+def write_digests(path: Path, digests: Digests) -> Path:
+    return write_whole(path, json.dumps({"kind": DIGESTS, "tensors": digests}, indent=1) + "\n")
+
+
+def read_digests(path: Path) -> Digests:
+    """Return the digests of a file; raise CheckpointError if it holds none."""
+    try:
+        content = parse_json_object(path.read_bytes())
+        why = "" if content.get("kind") == DIGESTS else "it is JSON of another kind"
+    except (OSError, ValueError) as error:
+        why = f"it {error}"
+    if not why:
+        tensors = content.get("tensors")
+        if isinstance(tensors, dict) and all(isinstance(x, dict) for x in tensors.values()):
+            return tensors
+        why = "its tensors are not listed by name"
+    raise CheckpointError(
+        saw=f"{path} holds no digests: {why}",
+        needed="a file from headwise verify --write-digests",
+        do="run headwise verify --write-digests on an intact copy of the weights",
+    )

@@ -39,18 +39,7 @@ def find_numbered_files(path: Path) -> dict[int, Path]:
     return {} if len(files) < 2 or len(numbers) < len(files) or has_total else numbers
 
 
-def order_files(files: Mapping[int, Path]) -> list[Path]:
-    """Return the files of processes 0, 1 and so on; raise CheckpointError if one is missing."""
-    for number in range(len(files)):
-        if number not in files:
-            first = files[min(files)]
-            lacked = _name_for_process(first, number)
-            raise incomplete_error(_processes_folder(first), f"it lacks {lacked}")
-    return [files[number] for number in range(len(files))]
-
-
 def require_count(files: Sequence[Path], count: int) -> None:
-    """Raise CheckpointError if there are fewer files than processes."""
     if len(files) < count:
         lacked = range(len(files), min(count, len(files) + 3))
         names = ", ".join(_name_for_process(files[0], number) for number in lacked)
@@ -129,7 +118,6 @@ class JoinedSource(CheckpointSource):
         return self.path
 
     def target_file_name(self, file: Path) -> str:
-        """Return the name of a file that this one becomes: a numbered part of the model."""
         number = [shard.path for shard in self.shards].index(file) + 1
         return f"model-{number:05}-of-{len(self.shards):05}{SAFETENSORS}"
 
@@ -149,10 +137,13 @@ def open_shares(path: Path) -> JoinedSource | None:
     is_parts = len(files) > 1 and not frozenset.intersection(*sets)
     if not files or is_parts:
         return None
-    order = [files[number] for number in sorted(files)]
-    _require_same_headers(order)
-    ordered = {shard.path: shard for shard in order}
-    shards = tuple(ordered[file] for file in order_files(numbers))
+    shards = tuple(files[number] for number in sorted(files))
+    _require_same_headers(shards)
+    for number in range(len(files)):
+        if number not in numbers:
+            first = numbers[min(numbers)]
+            lacked = _name_for_process(first, number)
+            raise incomplete_error(_processes_folder(first), f"it lacks {lacked}")
     states = {shard.path: sources.read_file_state(shard.path) for shard in shards}
     return JoinedSource(path, shards, shards[0].headers, None, states, ShardMap(len(shards), {}))
 

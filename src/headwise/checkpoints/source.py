@@ -105,7 +105,6 @@ def require_inside(file: Path, folder: Path) -> None:
 
 
 def no_checkpoint_error(path: Path, problem: str, *, do: str = LOCAL) -> CheckpointError:
-    """Return the error for a path without weights."""
     return CheckpointError(
         saw=f"{path} {problem}",
         needed=f"a checkpoint: {SAFETENSORS}, {', '.join(TORCH)}, an index, or a folder with one",
@@ -114,7 +113,6 @@ def no_checkpoint_error(path: Path, problem: str, *, do: str = LOCAL) -> Checkpo
 
 
 def _require_complete_parts(folder: Path, files: list[Path]) -> None:
-    """Raise CheckpointError unless the names number all parts of one checkpoint."""
     parts = [part for file in files if (part := PART.fullmatch(file.stem))]
     if len(parts) < len(files) or len({(part[1], part[3]) for part in parts}) > 1:
         _require_single(folder, files)
@@ -143,7 +141,6 @@ def _require_single(folder: Path, files: list[Path]) -> None:
 def incomplete_error(
     folder: Path, saw: str, needed: str = "a folder that holds every file of the checkpoint"
 ) -> CheckpointError:
-    """Return the error for a folder whose files are not those of one checkpoint."""
     do = "copy or download the folder again; or name one of its files"
     return CheckpointError(saw=f"{folder}: {saw[:300]}", needed=needed, do=do)
 
@@ -158,7 +155,6 @@ class ShardIndex:
 
     @property
     def files(self) -> list[Path]:
-        """The named files, sorted by name."""
         return [self.path.parent / name for name in sorted(set(self.weight_map.values()))]
 
 
@@ -198,7 +194,6 @@ def read_index(path: Path) -> ShardIndex:
 
 
 def require_agreement(index: ShardIndex, files: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the files, tensor -> file name, hold exactly the index."""
     for name, file in index.weight_map.items():
         if files.get(name) != file:
             actual = f"it is in {files[name]}" if name in files else "no file has it"
@@ -249,7 +244,6 @@ class CheckpointSource(Mapping[str, Tensor]):
 
     @property
     def folder(self) -> Path:
-        """The folder of the files."""
         return self.shards[0].path.parent
 
     @property
@@ -258,19 +252,16 @@ class CheckpointSource(Mapping[str, Tensor]):
         return self.path.is_dir() or self.index is not None
 
     def target_file_name(self, file: Path) -> str:
-        """Return the name of the safetensors file, as transformers would use it, for a file."""
         if file.suffix == SAFETENSORS:
             return file.name
         return file.stem.replace("pytorch_model", "model", 1) + SAFETENSORS
 
     def require_unchanged(self) -> None:
-        """Raise CheckpointError if a file has changed since it was opened."""
         for path, before in self.states.items():
             if not path.is_file() or read_file_state(path) != before:
                 raise changed_error(path, "changed")
 
     def source_digest(self) -> str:
-        """Return a hash of the files' paths, states and headers, which identifies the source."""
         digest = hashlib.sha256()
         for path, state in self.states.items():
             digest.update(f"{path.absolute()} {state}\n".encode("utf-8", "surrogateescape"))
@@ -310,7 +301,6 @@ def open_source(path: Path) -> CheckpointSource:
 
 
 def changed_error(path: Path, problem: str) -> CheckpointError:
-    """Return the error for a file that another program writes to."""
     return CheckpointError(
         saw=f"{path} {problem} while it was read",
         needed="a checkpoint that no program writes to",
@@ -326,7 +316,6 @@ def explained_os_errors(
     needed: str = "files that you may read",
     do: str = "check their names and permissions",
 ) -> Iterator[None]:
-    """Turn an OSError of files at ``path`` into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -343,7 +332,6 @@ def require_no_pointer(file: Path) -> None:
 
 
 def read_tensor_file(file: Path) -> TensorFile:
-    """Read the headers of a file of any known format."""
     require_no_pointer(file)
     if file.suffix == SAFETENSORS:
         return safetensors.read_safetensors_header(file)
@@ -355,6 +343,5 @@ def read_tensor_file(file: Path) -> TensorFile:
 
 
 def read_file_state(path: Path) -> FileState:
-    """Return the size and the times of a file."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino

@@ -79,7 +79,6 @@ class PartialFile:
         return checksum
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -219,12 +218,10 @@ class StagingDir:
 
 
 def staging_path(target: Path) -> Path:
-    """Return the hidden folder for an unfinished target."""
     return target.parent / f".{target.name}.headwise-part"
 
 
 def require_unused_name(target: Path) -> None:
-    """Raise CheckpointError if the target exists."""
     if os.path.lexists(target):
         raise CheckpointError(
             saw=f"{target} exists already",
@@ -234,7 +231,6 @@ def require_unused_name(target: Path) -> None:
 
 
 def require_disk_space(folder: Path, size: int) -> None:
-    """Raise CheckpointError if the disk has less than ``size`` bytes free."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     disk = os.statvfs(folder)
@@ -251,7 +247,6 @@ def require_disk_space(folder: Path, size: int) -> None:
 
 
 def write_synced(path: Path, content: str | bytes) -> None:
-    """Write a file and force it to the disk."""
     with path.open("wb") as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
         file.flush()

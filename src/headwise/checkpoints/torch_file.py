@@ -71,7 +71,6 @@ def read_torch_file(path: Path) -> TensorFile:
 
 
 def save_torch_file(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file by torch.save, and force it to the disk."""
     with path.open("wb") as file:
         torch.save(content, file)
         file.flush()

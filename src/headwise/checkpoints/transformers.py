@@ -34,7 +34,6 @@ class DescribedModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that loading takes: for the tensors, and for the model."""
         return 2 * sum(header.nbytes for header in self.checkpoint.source.headers.values())
 
     def arguments(self, transformers: Any) -> tuple[Any, dict[str, Any]]:
@@ -122,11 +121,9 @@ class StoredTokenizer:
                 self.separators[text] = ids[0]
 
     def ids(self, text: str) -> list[int]:
-        """Return the ids of a text, with the model's special tokens."""
         return list(self._tokenizer(text, verbose=False)["input_ids"])
 
     def first_ids(self, text: str, length: int) -> list[int]:
-        """Return the first ``length`` ids of a text, special tokens included."""
         options = {"truncation": True, "max_length": length, "verbose": False}
         return list(self._tokenizer(text, **options)["input_ids"])
 
@@ -145,7 +142,6 @@ class StoredTokenizer:
         return spans if starts == sorted(starts) else None
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token."""
         return str(self._tokenizer.decode([token]))
 
 
@@ -388,7 +384,6 @@ def _read_decoder_start_token(config: Any) -> int | None:
 
 
 def _require_fitting_weights(folder: Path, info: dict[str, Any], model: Any) -> None:
-    """Raise OptionError for weights of other shapes or names, or quantised and not read."""
     kind = type(model).__name__
     missing, unplaced = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     unfit = [

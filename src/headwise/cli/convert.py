@@ -15,7 +15,7 @@ from headwise.cli import output
 from headwise.support.text import human_bytes, list_some
 
 if TYPE_CHECKING:
-    from headwise.checkpoints.plan import ConversionReport
+    from headwise.checkpoints.conversion import ConversionReport
     from headwise.identify.detection import GivenWeights
 
 SHOWN = 4  # unchanged names

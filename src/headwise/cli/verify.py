@@ -90,18 +90,18 @@ def _require_new(path: Path) -> str:
 
 
 def _write_digests_file(weights: Path, path: Path, made_folder: str) -> list[str]:
-    from headwise.checkpoints import digests, source
+    from headwise.checkpoints import safetensors, source
 
-    made = digests.compute_digests(source.open_source(weights))
-    written = f"{len(made)} digests: {digests.write_digests(path, made)}"
+    made = safetensors.compute_digests(source.open_source(weights))
+    written = f"{len(made)} digests: {safetensors.write_digests(path, made)}"
     return [*filter(None, [made_folder]), written]
 
 
 def _verify_digests(weights: Path, path: Path) -> tuple[int, list[str]]:
-    from headwise.checkpoints import digests, source
+    from headwise.checkpoints import safetensors, source
 
-    before = digests.read_digests(path)
-    now = digests.compute_digests(source.open_source(weights))
+    before = safetensors.read_digests(path)
+    now = safetensors.compute_digests(source.open_source(weights))
     names = {**before, **now}
     changed = [name for name in names if before.get(name) != now.get(name)]
     lines = []

@@ -48,6 +48,13 @@ AXES: dict[str, tuple[str, ...]] = {
     "wg": ("heads", "gate_width", "embed_dim"),
     "bg": ("heads", "gate_width"),
 }
+# The axis of heads of a tensor: its number, and its name. Tensors without one are left out.
+HEADS = {
+    name: (dim, axis)
+    for name, axes in AXES.items()
+    for dim, axis in enumerate(axes)
+    if axis in ("heads", "kv_heads")
+}
 WIDER = {
     "kv_heads": "heads",
     "value_dim": "head_dim",
@@ -84,8 +91,8 @@ def take_heads(state: State, heads: Sequence[int], kv_heads: Sequence[int]) -> S
     places = {"heads": torch.tensor(heads), "kv_heads": torch.tensor(kv_heads)}
     taken = {}
     for name, tensor in state.items():
-        for dim, axis in enumerate(AXES[name]):
-            if axis in places:
-                tensor = tensor.index_select(dim, places[axis].to(tensor.device))
+        if name in HEADS:
+            dim, axis = HEADS[name]
+            tensor = tensor.index_select(dim, places[axis].to(tensor.device))
         taken[name] = tensor.clone()
     return taken

@@ -33,8 +33,7 @@ def register_huggingface() -> str:
         raise _missing_transformers_error(f"transformers {transformers.__version__}")
 
     from headwise.huggingface.attention import attend
-    from headwise.huggingface.masks import make_transformers_mask
-    from headwise.huggingface.readers import select_trusted_readers
+    from headwise.huggingface.masks import make_transformers_mask, select_trusted_readers
 
     select_trusted_readers()  # checks the mask functions of transformers before a first call
     transformers.AttentionMaskInterface.register(NAME, make_transformers_mask)

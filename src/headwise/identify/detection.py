@@ -179,7 +179,7 @@ def detect_by_names_and_shapes(
         return replace(detection, obstacle=find_obstacle(headers))
 
     def with_missing_layers(each: CandidateLayout) -> CandidateLayout:
-        missing = configs.find_missing_layers(config or {}, each.modules, headers)
+        missing = descriptions.find_missing_layers(config or {}, each.modules, headers)
         return replace(each, faults=(*each.faults, *missing))
 
     groups = tuple(tuple(map(with_missing_layers, group)) for group in detection.fitting)
@@ -556,9 +556,10 @@ def describe_difference_from_reference(
 def read_canonical_state(
     candidate: CandidateLayout, number: int, state: Mapping[str, Tensor]
 ) -> State:
-    """Return the canonical tensors of a module, read with the first sizes that fit."""
-    reading = candidate.layout_reading(candidate.fits[0], module=number)
-    return reading.read({name: state[name] for name in reading.names})
+    """Return the canonical tensors of a module, read with the first head counts that fit."""
+    sizes, names = candidate.fits[0], candidate.modules[number].tensors
+    known = {k: sizes[k] for k in ("heads", "kv_heads", "rotary_width") if k in sizes}
+    return candidate.layout.unpack({local: state[n] for n, local in names.items()}, **known)
 
 
 def narrow_by_running(detection: Detection, state: Mapping[str, Tensor], *run: Any) -> Detection:

@@ -1,28 +1,30 @@
-"""Multi-head attention layer with rotary, ALiBi, QK-norm, windows, softcap, sinks and caches."""
+"""Multi-head attention layer with rotary, ALiBi, QK-norm, windows, softcap, sinks and caches.
+
+    q, k, v = q_proj(x), k_proj(source), v_proj(source)          in heads; source is x by default
+    q, k    = rotary(q_norm(q)), rotary(k_norm(k))               where the layer has them
+    A       = softmax(softcap(scale * q @ k.T) + score_bias)     over keys that the mask allows
+    output  = out_proj(gate * (A @ v))                           A is an `AttentionMatrix`
+
+`base` makes the modules of a layer, `packing` chooses the tokens that a call computes.
+"""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.function.gate import gate_width
-from headwise.function.rotary import Rotary
-from headwise.function.spec import AttentionSpec, GateKind, require_conflicts_accepted
+from headwise.function.spec import AttentionSpec, require_conflicts_accepted
 from headwise.function.stages import STAGES, scores, split_heads
-from headwise.layers import checks, conversion, hooks, packing
+from headwise.layers import base, checks, conversion, hooks, packing
 from headwise.layers.cache import Cache
-from headwise.layers.distance import PositionBias
-from headwise.layers.linear import LayerExplanation, Source, initialise_projections, projection_line
-from headwise.layers.norm import QKNorm
-from headwise.layers.part import HeadPart
+from headwise.layers.linear import LayerExplanation, projection_line
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
 from headwise.masks.mask import NO_MASK, Mask, require_mask_type
@@ -35,14 +37,65 @@ from headwise.support.tracing import evaluation_mode
 _explain_call = explain_arguments(checks.CALL, beyond=checks.advice_on_positional_call_arguments)
 
 
-class Attention(nn.Module):
+def _matrix_and_values(
+    layer: Attention, tokens: packing.Unpacked, call: packing.CallInputs
+) -> tuple[AttentionMatrix, Tensor]:
+    """Return A and v of a call, as the head outputs are A @ v."""
+    q, k, v = layer.q_proj(tokens.x), layer.k_proj(tokens.source), layer.v_proj(tokens.source)
+    place = None if layer.qk_norm is None else (layer.qk_norm.over, layer.qk_norm.place)
+    if place == ("width", "before"):
+        q, k = _normalise(layer, q, k)
+    heads, kv_heads = layer._head_counts
+    q = checks.split_projection("q_proj", q, "heads", heads, layer.head_dim)
+    k = checks.split_projection("k_proj", k, "kv_heads", kv_heads, layer.head_dim)
+    v = checks.split_projection("v_proj", v, "kv_heads", kv_heads, layer.value_dim)
+    if place == ("head", "before"):
+        q, k = _normalise(layer, q, k)
+    if layer.rotary is not None:
+        q, k = layer.rotary.rotate_both(q, k, tokens.positions())
+    if place == ("head", "after"):
+        q, k = _normalise(layer, q, k)
+    mask, score_bias, sink, part = tokens.mask, call.score_bias, layer.sink, layer.part
+    if call.cache is not None:
+        keys = call.cache.key_count_after(k.shape[2])
+        checks.check_mask_and_bias(call, heads=layer.num_heads, keys=keys)
+        tokens.cached = call.cache.extend(k, v, lengths=tokens.lengths)
+        k, v = tokens.cached.k, tokens.cached.v
+        mask = tokens.mask_with_cache(tokens.cached.starts)
+    if part is not None:
+        k, v = part.share_kv(k), part.share_kv(v)
+        sink = None if sink is None else part.own_share_of_parameter(sink)
+        sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
+        mask = part.mask(mask, device=q.device, **sizes)
+        score_bias = part.score_bias(score_bias, device=q.device, **sizes)
+    options = {"scale": layer.scale, "softcap": layer.softcap}
+    matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options)
+    return with_finite_padding(matrix) if tokens.is_zeroed else matrix, v
+
+
+def _normalise(layer: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    assert layer.q_norm is not None
+    assert layer.k_norm is not None
+    return layer.q_norm(q), layer.k_norm(k)
+
+
+def _gate_outputs(layer: Attention, outputs: Tensor, x: Tensor) -> Tensor:
+    if layer.output_gate is None or layer.gate_proj is None:
+        return outputs
+    heads, width = layer._head_counts[0], gate_width(layer.output_gate, layer.value_dim)
+    gates = torch.sigmoid(layer.gate_proj(x))
+    factors = checks.split_projection("gate_proj", gates, "heads", heads, width)
+    return outputs * factors.to(outputs.dtype)
+
+
+class Attention(base.AttentionBase):
     """Multi-head attention layer: (batch, queries, embed_dim) to (batch, queries, out_dim).
 
     Args:
         embed_dim: width of ``x``.
         num_heads: number of query heads.
-        num_kv_heads: number of key and value heads, a divisor of num_heads (the default): query
-            head h uses kv head h // (num_heads // num_kv_heads).
+        num_kv_heads: number of key and value heads, a divisor of num_heads (the default):
+            query head h uses kv head h // (num_heads // num_kv_heads).
         head_dim: width of a head's queries and keys; embed_dim / num_heads by default.
         value_dim: width of a head's values; head_dim by default.
         out_dim: width of the output; embed_dim by default.
@@ -54,122 +107,24 @@ class Attention(nn.Module):
         rotary: rotates queries and keys by their positions.
         score_bias: added to the scores by distance, `Alibi` or `T5Bias`.
         qk_norm: normalises queries and keys.
-        window: (left, right): the number of keys before and after its position that a query may
-            attend to; None for no bound.
+        window: (left, right): the number of keys before and after its position that a query
+            may attend to; None for no bound.
         scale: factor of q.k; 1/sqrt(head_dim) by default.
         softcap: scores become softcap * tanh(scores / softcap).
-        sink: True for a learned logit of each head in the softmax's denominator, without a value.
-        output_gate: multiplies the head outputs by the sigmoid of a projection of ``x``: "head" for
-            one factor for each head, "channel" for one for each of its channels.
+        sink: True for a learned logit of each head in the softmax's denominator, without a
+            value.
+        output_gate: multiplies the head outputs by the sigmoid of a projection of ``x``: "head"
+            for one factor for each head, "channel" for one for each of its channels.
         gate_bias: True for a bias in the projection of the gates, where there are any.
         dropout: probability of dropping each weight in training.
         init: the library whose initialisation is used; see `initialise_projections` in
-            `headwise.layers.linear`.
+            `headwise.layers.base`.
         device: the device of the parameters, as in torch.
         dtype: the dtype of the parameters, as in torch.
 
     Raises:
         OptionError: sizes or options that contradict each other, or lie outside their range.
     """
-
-    embed_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    out_dim: int
-    source_dim: int
-    rotary: Rotary | None
-    qk_norm: QKNorm | None
-    window: tuple[int | None, int | None] | None
-    scale: float | None
-    softcap: float | None
-    dropout: float
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    out_proj: nn.Linear
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
-    score_bias: nn.Module | None
-    sink: Tensor | None
-    output_gate: GateKind | None
-    gate_proj: nn.Module | None
-    identity: str  # the owner of the caches that this layer makes
-    part: HeadPart | None = None  # the heads that this module computes, if not all
-
-    @explain_arguments(checks.CONSTRUCTOR, beyond=checks.advice_on_positional_constructor_arguments)
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        out_dim: int | None = None,
-        source_dim: int | None = None,
-        q_bias: bool = True,
-        k_bias: bool = True,
-        v_bias: bool = True,
-        out_bias: bool = True,
-        rotary: Rotary | None = None,
-        score_bias: PositionBias | None = None,
-        qk_norm: QKNorm | None = None,
-        window: tuple[int | None, int | None] | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sink: bool = False,
-        output_gate: GateKind | None = None,
-        gate_bias: bool = True,
-        dropout: float = 0.0,
-        init: Source = "torch-packed",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        checks.check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
-        self.head_dim = checks.width_of_head(embed_dim, num_heads, head_dim)
-        self.value_dim = self.head_dim if value_dim is None else value_dim
-        self.out_dim = embed_dim if out_dim is None else out_dim
-        self.source_dim = embed_dim if source_dim is None else source_dim
-        self.rotary, self.qk_norm, self.window = rotary, qk_norm, window
-        self.scale, self.softcap, self.output_gate = scale, softcap, output_gate
-        self.dropout, self.init = dropout, init
-        checks.check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
-        heads, kv_heads = num_heads, self.num_kv_heads
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, heads * self.head_dim, q_bias, **options)
-        self.k_proj = nn.Linear(self.source_dim, kv_heads * self.head_dim, k_bias, **options)
-        self.v_proj = nn.Linear(self.source_dim, kv_heads * self.value_dim, v_bias, **options)
-        self.out_proj = nn.Linear(heads * self.value_dim, self.out_dim, out_bias, **options)
-        self._make_optional_parts(score_bias, sink=sink, gate_bias=gate_bias, **options)
-        self.identity = uuid4().hex
-        self.reset_parameters()
-
-    def _make_optional_parts(
-        self, score_bias: PositionBias | None, *, sink: bool, gate_bias: bool, **options: Any
-    ) -> None:
-        heads, kind, norm = self.num_heads, self.output_gate, self.qk_norm
-        each = (1, 1) if norm and norm.over == "head" else (heads, self.num_kv_heads)
-        self.q_norm, self.k_norm = (
-            None if norm is None else norm.module(n * self.head_dim, **options) for n in each
-        )
-        self.score_bias = score_bias.module(heads, **options) if score_bias else None
-        self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None
-        gates = 0 if kind is None else heads * gate_width(kind, self.value_dim)
-        self.gate_proj = nn.Linear(self.embed_dim, gates, gate_bias, **options) if gates else None
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters: projections as in ``init``, the sink to 0."""
-        initialise_projections(self, self.init)
-        if self.sink is not None:
-            nn.init.zeros_(self.sink)
-        for module in (self.q_norm, self.k_norm, self.score_bias, self.gate_proj):
-            if reset := getattr(module, "reset_parameters", None):  # ALiBi and None have none
-                reset()
 
     @_explain_call
     def forward(
@@ -205,10 +160,10 @@ class Attention(nn.Module):
         """
         call = self._prepare_call(x, source, mask, score_bias, cache, gate)
         tokens = packing.select_packing(call)
-        matrix, v = self._matrix_and_values(tokens, call)
+        matrix, v = _matrix_and_values(self, tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
         outputs = hooks.call_hook(matrix, v, outputs)
-        outputs = self._gated(outputs, tokens.x)
+        outputs = _gate_outputs(self, outputs, tokens.x)
         if call.gate is not None:
             outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))
         merged = outputs.transpose(1, 2).flatten(2)
@@ -233,7 +188,7 @@ class Attention(nn.Module):
         Arguments and errors as in ``forward``, here and in the readings below.
         """
         call = self._prepare_call(x, source, mask, score_bias)
-        return self._matrix_and_values(packing.Unpacked.of(call), call)[0]
+        return _matrix_and_values(self, packing.Unpacked.of(call), call)[0]
 
     @_explain_call
     def head_outputs(
@@ -247,8 +202,8 @@ class Attention(nn.Module):
         """Return weights @ v for each head, after the output gate: the projection's input."""
         call = self._prepare_call(x, source, mask, score_bias)
         tokens = packing.Unpacked.of(call)
-        matrix, v = self._matrix_and_values(tokens, call)
-        return self._gated(matrix @ v, tokens.x)
+        matrix, v = _matrix_and_values(self, tokens, call)
+        return _gate_outputs(self, matrix @ v, tokens.x)
 
     @_explain_call
     def stages(
@@ -266,18 +221,18 @@ class Attention(nn.Module):
         """
         call = self._prepare_call(x, source, mask, score_bias)
         tokens = packing.Unpacked.of(call)
-        matrix, v = self._matrix_and_values(tokens, call)
+        matrix, v = _matrix_and_values(self, tokens, call)
         normed = projected = self.q_proj(tokens.x), self.k_proj(tokens.source)
         norm = self.qk_norm
         if norm is not None and (norm.over, norm.place) == ("width", "before"):
-            normed = self._normalise(*normed)
+            normed = _normalise(self, *normed)
         counts = self._head_counts
         (q, k), (normed_q, normed_k) = (
             [split_heads(x, heads=n) for x, n in zip(pair, counts, strict=True)]
             for pair in (projected, normed)
         )
         if norm is not None and (norm.over, norm.place) == ("head", "before"):
-            normed_q, normed_k = self._normalise(q, k)
+            normed_q, normed_k = _normalise(self, q, k)
         options = {"scale": matrix.scale, "softcap": matrix.softcap}
         logits = scores(
             matrix.q, matrix.k, mask=matrix.mask, score_bias=matrix.score_bias, **options
@@ -285,7 +240,7 @@ class Attention(nn.Module):
         with evaluation_mode(self):
             output = self(x, source, mask=mask, score_bias=score_bias)
         before = (q, k, v, normed_q, normed_k, matrix.q, matrix.k)
-        after = (logits, matrix.dense(), self._gated(matrix @ v, tokens.x), output)
+        after = (logits, matrix.dense(), _gate_outputs(self, matrix @ v, tokens.x), output)
         return dict(zip(STAGES, (*before, *after), strict=True))
 
     @_explain_call
@@ -325,7 +280,7 @@ class Attention(nn.Module):
         """Return a printable report on a forward pass of this input: tokens, kernels and costs."""
         call = self._prepare_call(x, source, mask, score_bias)
         tokens = packing.select_packing(call)
-        matrix, v = self._matrix_and_values(tokens, call)
+        matrix, v = _matrix_and_values(self, tokens, call)
         total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
         line = f"{total:,}, all of the input"
         if isinstance(tokens, packing.Packed):
@@ -342,7 +297,7 @@ class Attention(nn.Module):
     # ---- weights and caches -------------------------------------------------------------------
 
     @classmethod
-    @explain_arguments(checks.COUNTS)
+    @explain_arguments(base.COUNTS)
     def from_layout(
         cls,
         state: Mapping[str, Tensor | np.ndarray],
@@ -440,7 +395,7 @@ class Attention(nn.Module):
         Raises:
             OptionError: a batch or length below 1.
         """
-        checks.check_positive_whole_numbers(batch=batch, length=length)
+        base.check_positive_whole_numbers(batch=batch, length=length)
         left = None if self.window is None else self.window[0]
         evicts = left is not None and left < length
         slots = min(length, 2 * left + 1) if left is not None and evicts else length
@@ -458,39 +413,7 @@ class Attention(nn.Module):
         """The function of the layer, without that of its weights."""
         return conversion.spec_of_layer(self)
 
-    def extra_repr(self) -> str:
-        """Return the sizes and the options that differ from their defaults, modules left out."""
-        parts = [f"{self.embed_dim} to {self.num_heads} heads of {self.head_dim}"]
-        if self.part is not None:
-            parts.append(f"{self.part} here")
-        if self.num_kv_heads != self.num_heads:
-            parts.append(f"{self.num_kv_heads} kv_heads")
-        usual = {"value_dim": self.head_dim, "source_dim": self.embed_dim}
-        for name in (*usual, "rotary", "window", "scale", "softcap"):
-            if getattr(self, name) != usual.get(name):
-                parts.append(f"{name}={getattr(self, name)}")
-        if self.sink is not None:
-            parts.append("sink")
-        if self.dropout:
-            parts.append(f"dropout={self.dropout}")
-        if self.output_gate is not None:
-            parts.append(f"output_gate={self.output_gate}")
-        return ", ".join(parts)
-
-    def __deepcopy__(self, memo: dict[Any, Any]) -> Attention:
-        """Copy the layer; a cache belongs to the copy only if it is copied in the same call."""
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)], memo[self.identity] = copied, uuid4().hex
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied.identity = memo[self.identity]
-        return copied
-
     # ---- steps of a call ----------------------------------------------------------------------
-
-    @property
-    def applies_dropout(self) -> bool:
-        """True if the next forward pass applies dropout."""
-        return self.training and self.dropout > 0
 
     def _prepare_call(
         self,
@@ -517,56 +440,3 @@ class Attention(nn.Module):
             checks.check_gate(gate, x, self.num_heads)
         call = packing.CallInputs(x, x if source is None else source, mask, bias, cache, gate)
         return call if self.part is None else call.prepare_tensors_for_part(self.part)
-
-    def _matrix_and_values(
-        self, tokens: packing.Unpacked, call: packing.CallInputs
-    ) -> tuple[AttentionMatrix, Tensor]:
-        q, k, v = self.q_proj(tokens.x), self.k_proj(tokens.source), self.v_proj(tokens.source)
-        place = None if self.qk_norm is None else (self.qk_norm.over, self.qk_norm.place)
-        if place == ("width", "before"):
-            q, k = self._normalise(q, k)
-        heads, kv_heads = self._head_counts
-        q = checks.split_projection("q_proj", q, "heads", heads, self.head_dim)
-        k = checks.split_projection("k_proj", k, "kv_heads", kv_heads, self.head_dim)
-        v = checks.split_projection("v_proj", v, "kv_heads", kv_heads, self.value_dim)
-        if place == ("head", "before"):
-            q, k = self._normalise(q, k)
-        if self.rotary is not None:
-            q, k = self.rotary.rotate_both(q, k, tokens.positions())
-        if place == ("head", "after"):
-            q, k = self._normalise(q, k)
-        mask, score_bias, sink, part = tokens.mask, call.score_bias, self.sink, self.part
-        if call.cache is not None:
-            keys = call.cache.key_count_after(k.shape[2])
-            checks.check_mask_and_bias(call, heads=self.num_heads, keys=keys)
-            tokens.cached = call.cache.extend(k, v, lengths=tokens.lengths)
-            k, v = tokens.cached.k, tokens.cached.v
-            mask = tokens.mask_with_cache(tokens.cached.starts)
-        if part is not None:
-            k, v = part.share_kv(k), part.share_kv(v)
-            sink = None if sink is None else part.own_share_of_parameter(sink)
-            sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
-            mask = part.mask(mask, device=q.device, **sizes)
-            score_bias = part.score_bias(score_bias, device=q.device, **sizes)
-        options = {"scale": self.scale, "softcap": self.softcap}
-        matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options)
-        return with_finite_padding(matrix) if tokens.is_zeroed else matrix, v
-
-    def _gated(self, outputs: Tensor, x: Tensor) -> Tensor:
-        if self.output_gate is None or self.gate_proj is None:
-            return outputs
-        heads, width = self._head_counts[0], gate_width(self.output_gate, self.value_dim)
-        gates = torch.sigmoid(self.gate_proj(x))
-        factors = checks.split_projection("gate_proj", gates, "heads", heads, width)
-        return outputs * factors.to(outputs.dtype)
-
-    @property
-    def _head_counts(self) -> tuple[int, int]:
-        if self.part is None:
-            return self.num_heads, self.num_kv_heads
-        return len(self.part.heads), len(self.part.kv_heads)
-
-    def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.q_norm is not None
-        assert self.k_norm is not None
-        return self.q_norm(q), self.k_norm(k)

@@ -118,7 +118,10 @@ class Cache:
             ShapeError, DTypeError, DeviceError, OptionError: as in `append`.
         """
         self._require_fit_to_buffers(k, v, lengths)
-        self._make_room(k.shape[2])
+        if self.key_count_after(k.shape[2]) < self.length + k.shape[2]:
+            # The tokens that the window needs move to the front, as the new ones do not fit.
+            keys, values = (buffer[:, :, : self.length] for buffer in (self._k, self._v))
+            self._keep_latest(CachedKeys(keys, values, None, None))
         stop = self.length + k.shape[2]
         keys, values = self._write_tokens(self._k, k, stop), self._write_tokens(self._v, v, stop)
         padding = self.padding
@@ -169,12 +172,6 @@ class Cache:
             return torch.cat([buffer[:, :, : self.length], new], dim=2)
         buffer[:, :, self.length : stop] = new
         return buffer[:, :, :stop]
-
-    def _make_room(self, new: int) -> None:
-        """Move the tokens that the window needs to the front, if the new ones do not fit."""
-        if self.key_count_after(new) < self.length + new:
-            k, v = (buffer[:, :, : self.length] for buffer in (self._k, self._v))
-            self._keep_latest(CachedKeys(k, v, None, None))
 
     def _keep_latest(self, cached: CachedKeys) -> None:
         """Copy the last tokens, as many as the window needs, to the front of the buffers."""

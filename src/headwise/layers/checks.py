@@ -1,114 +1,24 @@
-"""Checks of a layer's options and of the arguments of its call, with other libraries' names."""
+"""Checks of the arguments of a layer's call, with other libraries' names for them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
-from headwise.function.rotary import Rotary
 from headwise.function.stages import split_heads
-from headwise.layers import distance, norm, packing
+from headwise.layers import packing
+from headwise.layers.base import AttentionBase, refuse_in_cross_attention
 from headwise.layers.cache import Cache
-from headwise.masks.clauses.band import Band
 from headwise.masks.clauses.lengths import PaddingClause
-from headwise.masks.mask import Mask
-from headwise.matrix.checks import check_probability, check_scale_and_softcap
-from headwise.support.arguments import ArgumentAdvice, renamed_arguments
-from headwise.support.text import describe_move, describe_sizes, describe_value, nearest_counts
-
-if TYPE_CHECKING:
-    from headwise.layers.attention import Attention
+from headwise.support.arguments import ArgumentAdvice
+from headwise.support.text import describe_move, describe_sizes, describe_value
 
 X_AXES = ("batch", "queries", "embed_dim")
 SOURCE_AXES = ("batch", "keys", "source_dim")
 POSITIONAL_OPTIONS = ("rotary", "window", "score_bias")  # need positions in one sequence
-
-
-# ---- options ------------------------------------------------------------------------------------
-
-
-def width_of_head(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
-    """Return head_dim, by default embed_dim / num_heads; OptionError if that is not whole."""
-    if head_dim is not None:
-        return head_dim
-    if num_heads < 1 or embed_dim % num_heads:
-        near = nearest_counts(num_heads, lambda n: embed_dim % n == 0, most=embed_dim)
-        raise OptionError(
-            saw=f"embed_dim={embed_dim}, num_heads={num_heads} and no head_dim",
-            needed="embed_dim divisible by num_heads, or an explicit head_dim",
-            do=f"num_heads={near}, or head_dim={max(1, embed_dim // max(1, num_heads))}",
-        )
-    return embed_dim // num_heads
-
-
-def check_positive_whole_numbers(**counts: int) -> None:
-    """Raise OptionError unless every count is a whole number from 1."""
-    for name, count in counts.items():
-        if not isinstance(count, (int, torch.SymInt)) or count < 1:
-            raise OptionError(
-                saw=f"{name}={describe_value(count)}",
-                needed="a whole number from 1",
-                do=f"set {name}",
-            )
-
-
-def check_options(
-    layer: Attention,
-    score_bias: distance.PositionBias | None,
-    *,
-    crosses: bool,
-    dtype: torch.dtype | None,
-) -> None:
-    """Raise OptionError if sizes or options contradict each other."""
-    counts = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "out_dim")
-    check_positive_whole_numbers(**{name: getattr(layer, name) for name in (*counts, "source_dim")})
-    if layer.num_heads % layer.num_kv_heads:
-        divisors = (n for n in range(1, layer.num_heads + 1) if layer.num_heads % n == 0)
-        raise OptionError(
-            saw=f"num_heads={layer.num_heads} and num_kv_heads={layer.num_kv_heads}",
-            needed="num_heads divisible by num_kv_heads: each kv head serves a group of heads",
-            do="num_kv_heads=" + ", ".join(map(str, divisors)),
-        )
-    _check_option_types(layer, score_bias)
-    positional = {"rotary": layer.rotary, "window": layer.window, "score_bias": score_bias}
-    for name, option in positional.items():
-        if crosses and option is not None:
-            refuse_in_cross_attention(name, option, f"source_dim={layer.source_dim}")
-    if layer.rotary is not None:
-        layer.rotary.rotated_width(layer.head_dim)
-    check_scale_and_softcap(layer.scale, layer.softcap, dtype=dtype or torch.get_default_dtype())
-    check_probability(layer.dropout)
-
-
-def _check_option_types(layer: Attention, score_bias: object) -> None:
-    kinds = (
-        ("rotary", layer.rotary, Rotary, "a Rotary", "rotary=Rotary()"),
-        ("qk_norm", layer.qk_norm, norm.QKNorm, "a QKNorm", "qk_norm=QKNorm()"),
-        (
-            "score_bias",
-            score_bias,
-            distance.PositionBias,
-            "an Alibi or a T5Bias; a ScoreBias is an argument of the call",
-            "score_bias=Alibi()",
-        ),
-    )
-    for name, option, kind, needed, do in kinds:
-        if option is not None and (isinstance(option, type) or not isinstance(option, kind)):
-            raise OptionError(saw=f"{name}={describe_value(option)}", needed=needed, do=do)
-    window = layer.window
-    if window is not None and (not isinstance(window, tuple) or len(window) != 2):
-        raise OptionError(
-            saw=f"window={describe_value(window)}",
-            needed="(left, right): the number of keys before and after a query's position",
-            do="window=(W - 1, 0) for a causal window of W keys, the query's own key included",
-        )
-    if window is not None:
-        # This refuses a side that is no number from 0.
-        (band,) = Mask.window(*window).clauses_of_kind(Band)
-        layer.window = band.sides  # Python integers: those of NumPy may wrap
 
 
 # ---- arguments of a call ------------------------------------------------------------------------
@@ -127,7 +37,6 @@ def projection_parameter(projection: nn.Module, default: Tensor) -> Tensor:
 def check_tokens(
     name: str, x: Tensor, width: int, axes: tuple[str, str, str], projection: nn.Module
 ) -> None:
-    """Raise ShapeError, DTypeError or DeviceError unless the projection fits these tokens."""
     if not isinstance(x, Tensor):
         raise ShapeError(
             saw=f"{name}={describe_value(x)}",
@@ -171,7 +80,7 @@ def _shape_advice(name: str, x: Tensor, width: int) -> str:
     return f"{name}.flatten(0, {x.dim() - 3}): all leading axes are the batch"
 
 
-def check_source(layer: Attention, x: Tensor, source: Tensor | None) -> None:
+def check_source(layer: AttentionBase, x: Tensor, source: Tensor | None) -> None:
     """Raise unless a source is there where the layer needs one, and fits the layer and ``x``."""
     if source is None:
         raise OptionError(
@@ -192,17 +101,7 @@ def check_source(layer: Attention, x: Tensor, source: Tensor | None) -> None:
             refuse_in_cross_attention(name, getattr(layer, name), "a source")
 
 
-def refuse_in_cross_attention(name: str, option: object, source: str) -> NoReturn:
-    """Raise OptionError for an option that depends on positions, in cross attention."""
-    raise OptionError(
-        saw=f"{name}={option} with {source}",
-        needed="one or the other: positions in x and in the source have no distance",
-        do=f"leave out {name}; pass the call a Mask or ScoreBias with align=... instead",
-    )
-
-
 def check_cache_owner(cache: Cache, identity: str, *, crosses: bool) -> None:
-    """Raise OptionError for a cache of another layer, or in cross attention."""
     if not isinstance(cache, Cache):
         raise OptionError(
             saw=f"cache={describe_value(cache)}",
@@ -268,55 +167,6 @@ def check_mask_and_bias(call: packing.CallInputs, *, heads: int, keys: int) -> N
 # Arguments of torch.nn.MultiheadAttention, and the one-to-one renames of transformers and
 # x-transformers, each with what to pass here. docs/migrating.md has the full migration guide.
 
-_DROP_IN = "headwise.MultiheadAttention has it"
-_BIASES = "q_bias={value}, k_bias={value}, v_bias={value}, out_bias={value}"
-_SOURCE_DIM = ArgumentAdvice("one width of the source of keys and values", "source_dim={value}")
-_NO_HINT = ArgumentAdvice("a mask for each call, or a window", "window=(None, 0)")
-
-CONSTRUCTOR = {
-    "bias": ArgumentAdvice("one option for each projection", _BIASES),
-    "attention_bias": ArgumentAdvice(
-        "one option for each projection; which of them it means depends on the model", _BIASES
-    ),
-    "batch_first": ArgumentAdvice(
-        "inputs (batch, length, embed_dim): the batch is always first",
-        "leave out batch_first, and pass x.transpose(0, 1) where the length is first",
-    ),
-    "add_bias_kv": ArgumentAdvice(
-        f"a layer without an extra learned key and value; {_DROP_IN}",
-        "leave it out, or use headwise.MultiheadAttention(..., add_bias_kv=True)",
-    ),
-    "add_zero_attn": ArgumentAdvice(
-        "sink=True, whose logit stays at 0",
-        "Attention(..., sink=True), then layer.sink.requires_grad_(False)",
-    ),
-    "kdim": _SOURCE_DIM,
-    "vdim": _SOURCE_DIM,
-    "causal": _NO_HINT,
-    "is_causal": _NO_HINT,
-    "attn_mask": ArgumentAdvice("a mask for each call", "layer(x, mask=Mask.from_torch(m))"),
-    "rope_theta": ArgumentAdvice("a Rotary", "rotary=Rotary(theta={value})"),
-    "sliding_window": ArgumentAdvice(
-        "(left, right), beside the query's own key", "window=(sliding_window - 1, 0)"
-    ),
-}
-COUNTS = renamed_arguments(
-    num_heads="nhead n_heads heads num_attention_heads",
-    num_kv_heads="kv_heads n_kv_heads num_key_value_heads",
-)
-# Options with another name and the same meaning.
-CONSTRUCTOR |= COUNTS | renamed_arguments(
-    embed_dim="d_model hidden_size dim",
-    head_dim="dim_head",
-    value_dim="value_dim_head",
-    out_dim="dim_out",
-    source_dim="dim_context",
-    dropout="dropout_p attention_dropout",
-    softcap="attn_logit_softcapping logit_cap",
-    scale="softmax_scale",
-    sink="sinks",
-)
-
 _SELF = ArgumentAdvice(
     "x, which queries, keys and values are projected from, and a source for cross attention",
     "layer(x), or layer(x, source)",
@@ -365,14 +215,6 @@ CALL = {
         _NO_POSITIONS, "leave it out, and construct the layer with rotary=Rotary()"
     ),
 }
-
-
-def advice_on_positional_constructor_arguments(values: tuple[Any, ...]) -> ArgumentAdvice:
-    """Return the advice for positional arguments as in torch, where the third is dropout."""
-    dropout = describe_value(values[2])
-    return ArgumentAdvice(
-        "every option after embed_dim and num_heads by name", f"dropout={dropout}"
-    )
 
 
 def advice_on_positional_call_arguments(values: tuple[Any, ...]) -> ArgumentAdvice:

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from headwise.function.gate import kind_of_width
 from headwise.function.rotary import Rotary
 from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, Softcap
 from headwise.function.weights import State
+from headwise.layers.base import AttentionBase
 from headwise.layers.distance import Alibi, AlibiSlopes, T5Bias, T5BucketTable
 from headwise.layers.norm import QKNorm
 from headwise.layouts import pattern
@@ -25,16 +26,12 @@ from headwise.layouts.modules import find_modules
 from headwise.layouts.plan import FLOATING
 from headwise.layouts.registry import layout
 
-if TYPE_CHECKING:
-    from headwise.layers.attention import Attention
-
 _ROUNDING = 4 * sys.float_info.epsilon  # relative error of a scale computed in another order
 
 
 def canonical_tensors_of_module(
     state: Mapping[str, Tensor], source: Layout, options: Mapping[str, Any], **heads: int | None
 ) -> State:
-    """Return the canonical tensors of a module; ``heads`` are known numbers of heads, or None."""
     modules = find_modules(source, state)
     if source.tensors.keys().isdisjoint(state) and modules:
         prefix = modules[0].prefix
@@ -115,13 +112,12 @@ def constructor_arguments_from_weights(
     return options | options_of_spec(sized) | dict(user_options)
 
 
-def layout_of_layer(layer: Attention) -> Layout:
-    """Return the layout of a layer's own tensors."""
+def layout_of_layer(layer: AttentionBase) -> Layout:
     norm = layer.qk_norm
     return layout("headwise-width-norm" if norm and norm.over == "width" else "headwise")
 
 
-def layer_state_dict_from_canonical(canonical: State, layer: Attention) -> dict[str, Tensor]:
+def layer_state_dict_from_canonical(canonical: State, layer: AttentionBase) -> dict[str, Tensor]:
     """Return the layer's state_dict from canonical tensors, head_dim in its rotation's order."""
     if layer.rotary is not None and layer.rotary.pairing != "half-split":
         width = layer.rotary.rotated_width(layer.head_dim)
@@ -129,14 +125,13 @@ def layer_state_dict_from_canonical(canonical: State, layer: Attention) -> dict[
     return layout_of_layer(layer).pack(canonical)
 
 
-def state_per_head(layer: Attention, state: Mapping[str, Tensor]) -> State:
+def state_per_head(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
     """Return the tensors of a layer per head, head_dim in its rotation's order."""
     source = layout_of_layer(layer)
     return source.unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
 
 
-def canonical_state(layer: Attention, state: Mapping[str, Tensor]) -> State:
-    """Return the canonical tensors of a layer from its state_dict."""
+def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
     canonical = state_per_head(layer, state)
     if layer.rotary is None or layer.rotary.pairing == "half-split":
         return canonical
@@ -146,8 +141,7 @@ def canonical_state(layer: Attention, state: Mapping[str, Tensor]) -> State:
 # ---- the function -------------------------------------------------------------------------------
 
 
-def spec_of_layer(layer: Attention) -> AttentionSpec:
-    """Return the function of a layer, without that of its weights."""
+def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
     rotary, norm, scale = layer.rotary, layer.qk_norm, layer.scale
     usual, rotation = layer.head_dim**-0.5, None
     is_usual = scale is None or math.isclose(scale, usual, rel_tol=_ROUNDING)
@@ -210,9 +204,8 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def require_same_function_as_source(
-    layout: Layout, layer: Attention, accept: Iterable[str]
+    layout: Layout, layer: AttentionBase, accept: Iterable[str]
 ) -> None:
-    """Raise OptionError if a layer made of a layout's weights computes another function."""
     expected, actual = layout.function, spec_of_layer(layer)
     is_described = isinstance(expected.score_bias, rules.Other) or (
         isinstance(expected.score_bias, rules.AlibiRule) and expected.score_bias.before_scale
@@ -231,7 +224,6 @@ def require_same_function_as_source(
 
 
 def advise_wrapped_tensors(state: Mapping[str, Any]) -> list[str]:
-    """Return the line that takes the tensors of one layer out of a checkpoint, or none."""
     name = "out_proj.weight"
     for key, value in state.items():
         if isinstance(value, Mapping) and any(inner.endswith(name) for inner in value):
@@ -242,7 +234,9 @@ def advise_wrapped_tensors(state: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def advise_foreign_tensors(layer: Attention, state: Mapping[str, Tensor], prefix: str) -> list[str]:
+def advise_foreign_tensors(
+    layer: AttentionBase, state: Mapping[str, Tensor], prefix: str
+) -> list[str]:
     """Return the line that loads tensors under a prefix from another layout, or none."""
     if not prefix and (advice := advise_wrapped_tensors(state)):
         return advice

@@ -33,12 +33,10 @@ def attention_hook(hook: AttentionHook) -> Iterator[None]:
 
 
 def has_attention_hook() -> bool:
-    """True if a hook is active in this context."""
     return not torch.compiler.is_compiling() and _hook.get() is not None
 
 
 def call_hook(matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
-    """Return what the active hook returns, or ``outputs`` without a hook."""
     hook = None if torch.compiler.is_compiling() else _hook.get()
     return outputs if hook is None else hook(matrix, v, outputs)
 

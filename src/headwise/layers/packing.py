@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import MaskError
+from headwise.layers.base import HeadPart
 from headwise.layers.cache import Cache, CachedKeys
 from headwise.layers.hooks import has_attention_hook
-from headwise.layers.part import HeadPart
 from headwise.masks.bound import zero_padding
 from headwise.masks.clause import MatrixSizes, Rectangle, Span
 from headwise.masks.clauses.dense import Dense
@@ -45,7 +45,6 @@ class CallInputs(NamedTuple):
     gate: Tensor | None = None
 
     def prepare_tensors_for_part(self, part: HeadPart) -> CallInputs:
-        """Return the inputs as a part of the heads uses them; mask and bias stay those of all."""
         tensors = self.score_bias.all_tensors()
         biases = {f"score_bias {i}": tensor for i, tensor in enumerate(tensors)}
         inputs = {"x": self.x} | biases
@@ -90,7 +89,6 @@ class Unpacked:
         return self.mask if starts is None else self.mask & Mask.starts(keys=starts)
 
     def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
-        """Return the output for every token of the call, by the output projection."""
         output: Tensor = projection(merged)
         return output
 
@@ -140,7 +138,6 @@ class Packed(Unpacked):
     queries: int = 0
 
     def positions(self) -> Tensor:
-        """Return the position of each token in its sequence, (length,)."""
         device, padding = self.x.device, self.padding
         origins = [0] * self.batch if padding is None else padding.tolist()
         counted = [torch.arange(*p.queries, device=device) - origins[p.batch] for p in self.pieces]
@@ -155,7 +152,6 @@ class Packed(Unpacked):
         return gate.index_select(0, row).mT[None, :, :, None]
 
     def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
-        """Return (batch, queries, out_dim); padding gets the output for a token of zeros."""
         merged = torch.cat([merged, merged.new_zeros(1, 1, merged.shape[2])], dim=1)
         lengths = [piece.queries.size for piece in self.pieces]
         *tokens, blank = projection(merged)[0].split([*lengths, 1])

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from headwise.errors import OptionError, ShapeError
+from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
 from headwise.function.weights import AXES, BIASES, NORMS, OPTIONAL, State
 from headwise.layouts import pattern as notation
 from headwise.layouts.pattern import Pattern, Sizes, Splits, parse_pattern, solve_axis_sizes
 from headwise.support.lazy import ShownInNotebook
-from headwise.support.quantised import require_unquantised
 from headwise.support.text import describe_value
 
 if TYPE_CHECKING:
@@ -391,3 +390,18 @@ class Layout(ShownInNotebook):
 def _join_some(names: list[str], prefix: str) -> str:
     more = f" ... ({len(names)})" if len(names) > NAMED else ""
     return ", ".join(prefix + name for name in names[:NAMED]) + more if names else "none"
+
+
+def require_unquantised(**weights: Tensor) -> None:
+    """Raise DTypeError for a weight of torchao or bitsandbytes; its name is the keyword."""
+    for name, weight in weights.items():
+        library = type(weight).__module__.partition(".")[0]
+        if library in ("torchao", "bitsandbytes"):
+            call = "weight.dequantize()"
+            if library == "bitsandbytes":
+                call = "bitsandbytes.functional.dequantize_4bit(weight, weight.quant_state)"
+            raise DTypeError(
+                saw=f"{name} is quantised: its type is {type(weight).__name__} of {library}",
+                needed="weights of a floating-point dtype",
+                do=f"load the model without quantisation, or replace each weight by {call}",
+            )

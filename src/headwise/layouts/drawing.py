@@ -75,7 +75,6 @@ class DrawnStrip:
 
 
 def short_name(tensor: str) -> str:
-    """Return a canonical tensor's name in a drawing."""
     is_short = tensor in ("wq", "wk", "wv", "wo", "wg", "bq", "bk", "bv", "bg")
     return tensor[1] if is_short else tensor
 
@@ -132,7 +131,6 @@ def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
 
 
 def draw_axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
-    """Return every axis of every stored tensor."""
     patterns = layout.patterns
     shapes = {name: pattern.shape(sizes) for name, pattern in patterns.items()}
     # Axes outside of heads are drawn whole, so two entries are enough.
@@ -196,7 +194,6 @@ def attention_spec_lines(layout: Layout, sizes: Sizes) -> list[str]:
 
 
 def rotary_pairs(rotary: str, width: int) -> list[tuple[int, int]]:
-    """Return the channels of a stored head that are rotated together."""
     half = width // 2
     return [(2 * i, 2 * i + 1) if rotary == "interleaved" else (i, i + half) for i in range(half)]
 
@@ -262,7 +259,6 @@ def _owners_of_labels(labels: Iterable[int]) -> Owners:
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Return numbers such as 3, or 0-3, or 0,2,4."""
     if len(numbers) > 2 and [*numbers] == [*range(numbers[0], numbers[-1] + 1)]:
         return f"{numbers[0]}-{numbers[-1]}"
     return ",".join(map(str, numbers))

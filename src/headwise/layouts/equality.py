@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headwise.function.weights import AXES, State
+from headwise.function.weights import AXES, HEADS, State
 from headwise.layouts._layout import Layout
 from headwise.layouts.pattern import Sizes
 from headwise.support.tensors import is_positive_zero, same_bytes, view_as_bits
@@ -33,7 +33,6 @@ _NARROW = {"embed_dim": 2, "source_dim": 2, "out_dim": 3}
 
 
 def mark_differing_entries(a: Tensor, b: Tensor) -> Tensor:
-    """Return True for each entry whose bits differ, of the shape of both."""
     differ = view_as_bits(a) != view_as_bits(b)
     return differ.any(-1) if a.is_complex() else differ
 
@@ -67,57 +66,61 @@ def _describe_part(name: str, x: Tensor | None, y: Tensor | None, *, names_heads
     two tensors have no heads, other shapes or dtypes, or where one is missing; nor without
     ``names_heads``, for weights whose number of heads is not known.
     """
-    axis = next((a for a, axis in enumerate(AXES[name]) if axis in ("heads", "kv_heads")), None)
-    part = PARTS.get(name, name)
-    if axis is None or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
-        return part
-    if not names_heads:
+    part, (axis, kind) = PARTS.get(name, name), HEADS.get(name, (0, ""))
+    is_alike = x is not None and y is not None and x.shape == y.shape and x.dtype == y.dtype
+    if x is None or y is None or not (kind and is_alike and names_heads):
         return part
     heads = [
         head
         for head in range(x.shape[axis])
         if not same_bytes(x.select(axis, head), y.select(axis, head))
     ]
-    word = "kv head" if AXES[name][axis] == "kv_heads" else "head"
-    return f"{part} of {_describe_heads(heads, word, of=x.shape[axis])}"
-
-
-def _describe_heads(heads: list[int], word: str, *, of: int) -> str:
+    word = "kv head" if kind == "kv_heads" else "head"
     if len(heads) == 1:
-        return f"{word} {heads[0]}"
-    if len(heads) == of:
-        return f"all {of} {word}s"
+        return f"{part} of {word} {heads[0]}"
+    if len(heads) == x.shape[axis]:
+        return f"{part} of all {len(heads)} {word}s"
     *most, last = map(str, heads[:LISTED])
     if len(heads) > LISTED:
-        return f"{word}s {', '.join([*most, last])} and {len(heads) - LISTED} more"
-    return f"{word}s {', '.join(most)} and {last}"
+        return f"{part} of {word}s {', '.join([*most, last])} and {len(heads) - LISTED} more"
+    return f"{part} of {word}s {', '.join(most)} and {last}"
 
 
 @dataclass(frozen=True)
 class LayoutReading:
-    """Some tensors read as those of one layout. ``names``: full name -> name within the module."""
+    """Some tensors of a module in one layout. ``names``: full name -> name within the module."""
 
     layout: Layout
     names: Mapping[str, str]
     sizes: Sizes
 
+    def read(self, stored: Mapping[str, Tensor]) -> State:
+        local = {self.names[name]: x for name, x in stored.items()}
+        return self.layout.read(local, sizes=self.sizes)
+
+    def write(self, canonical: Mapping[str, Tensor]) -> State:
+        """Return the stored tensors of canonical ones; only those in ``names``."""
+        full = {local: name for name, local in self.names.items()}
+        made = self.layout.write(canonical, sizes=self.sizes)
+        return {full[local]: x for local, x in made.items() if local in full}
+
+    def narrow(self) -> Self:
+        """Return the reading of a model with widths of a few channels."""
+        few = {name: n for name, n in _NARROW.items() if name in self.sizes}
+        return replace(self, sizes=self.sizes | few)
+
     def make_numbered_tensors(self) -> State:
-        """Return tensors of a narrower model, each with its entries numbered from 1."""
-        narrow = self.sizes | {name: n for name, n in _NARROW.items() if name in self.sizes}
+        """Return tensors of these sizes, each with its entries numbered from 1."""
         patterns = self.layout.patterns
-        shapes = {name: patterns[local].shape(narrow) for name, local in self.names.items()}
+        shapes = {name: patterns[local].shape(self.sizes) for name, local in self.names.items()}
         return {name: torch.arange(1, prod(n) + 1).reshape(n) for name, n in shapes.items()}
 
     def number_entries_converted_to(self, other: Self) -> bytes:
         """Return where each entry of a narrower model goes in the layout of ``other``."""
-        narrow = {**other.sizes, **{name: n for name, n in _NARROW.items() if name in other.sizes}}
-        converted = other.layout.write(self.read(self.make_numbered_tensors()), sizes=narrow)
+        mine, theirs = self.narrow(), other.narrow()
+        canonical = mine.read(mine.make_numbered_tensors())
+        converted = theirs.layout.write(canonical, sizes=theirs.sizes)
         return b"".join(converted[name].numpy().tobytes() for name in sorted(converted))
-
-    def read(self, stored: State) -> State:
-        """Return the canonical form of the tensors."""
-        known = {k: self.sizes[k] for k in ("heads", "kv_heads", "rotary_width") if k in self.sizes}
-        return self.layout.unpack({self.names[name]: x for name, x in stored.items()}, **known)
 
 
 def is_same_reading(reading: LayoutReading, other: LayoutReading) -> bool:
@@ -126,10 +129,11 @@ def is_same_reading(reading: LayoutReading, other: LayoutReading) -> bool:
     With one kv head, or as many as heads, many layouts coincide. Both readings
     are therefore compared on a small example with numbered entries.
     """
-    first, second = reading.make_numbered_tensors(), other.make_numbered_tensors()
+    both = reading.narrow(), other.narrow()
+    first, second = (each.make_numbered_tensors() for each in both)
     if {name: x.shape for name, x in first.items()} != {n: x.shape for n, x in second.items()}:
         return False
     # Without a rotary_width, all channels of a head are rotated.
-    whole = ({"rotary_width": x.sizes["head_dim"], **x.sizes} for x in (reading, other))
-    pairs = zip((reading, other), whole, strict=True)
+    whole = ({"rotary_width": x.sizes["head_dim"], **x.sizes} for x in both)
+    pairs = zip(both, whole, strict=True)
     return not list_differing_tensors(*(replace(x, sizes=sizes).read(first) for x, sizes in pairs))

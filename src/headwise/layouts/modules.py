@@ -25,7 +25,6 @@ class NameForm:
 
     @classmethod
     def shared_by(cls, modules: Iterable[NamedModule]) -> NameForm:
-        """Return the form that the names of all modules share."""
         places = [module.place for module in modules]
         roots = {place.root for place in places}
         bases = {place.is_base for place in places if place.role}
@@ -49,12 +48,10 @@ class NamedPosition:
     is_base: bool = False
 
     def in_name_form(self, form: NameForm) -> NamedPosition:
-        """Return the same position in names of another form."""
         root = self.root if form.root is None else form.root
         return replace(self, root=root, is_base=self.is_base if form.base is None else form.base)
 
     def fill_name_template(self, template: str) -> str:
-        """Return ``template`` with the root and the numbers of this position."""
         written = (self.is_base and _remove_base_prefix(template)) or template
         return self.root + written.format(**dict(self.numbers))
 
@@ -101,7 +98,14 @@ def find_modules(layout: Layout, names: Iterable[str]) -> list[NamedModule]:
         whole = (module for module in modules if layout.required <= {*module.tensors.values()})
         roots = {module.place.root for module in whole}
         modules = [module for module in modules if module.place.root in roots]
-    placed = [m for m in modules if m.tensors or _has_unlisted_attention_tensors(m, layout)]
+    # A block that stores attention directly, beside other tensors, is no module without its own.
+    blocks = {role for role, place in layout.where.items() if place.endswith("{layer}.")}
+    placed = [
+        module
+        for module in modules
+        if module.tensors
+        or (module.place.role not in blocks and find_unlisted_tensors_of_module(module, layout))
+    ]
     used = {name for module in placed for name in (*module.tensors, *module.beside)}
     elsewhere = _find_modules_elsewhere(layout, [name for name in names if name not in used])
     return sorted(placed + elsewhere, key=_module_sort_key)
@@ -140,17 +144,7 @@ def _module_sort_key(module: NamedModule) -> tuple[str, bool, list[tuple[int, st
     return (place.root if place.role else "", place.role == "decoder", counted)
 
 
-def _has_unlisted_attention_tensors(module: NamedModule, layout: Layout) -> bool:
-    """True if a module at the position of attention holds tensors that the layout does not list.
-
-    False where a layout stores attention directly in the block, beside other tensors.
-    """
-    is_block = layout.where[module.place.role].endswith("{layer}.")
-    return not is_block and bool(find_unlisted_tensors_of_module(module, layout))
-
-
 def find_unlisted_tensors_of_module(module: NamedModule, layout: Layout) -> list[str]:
-    """Return the tensors of a module that the layout does not list."""
     return [
         name
         for name in module.beside
@@ -180,7 +174,6 @@ def _find_modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModul
 
 
 def replace_numbers_with_layer_slots(prefix: str) -> str:
-    """Return a prefix with {layer} for each number, the same for the modules of all layers."""
     return re.sub(r"\d+", "{layer}", prefix)
 
 

@@ -96,7 +96,6 @@ def pack_tensors(
 def canonical_shape(
     pattern: Pattern, tensor: str, sizes: Mapping[str, int], splits: Splits = GROUPED
 ) -> tuple[int, ...]:
-    """Return the shape of a canonical tensor that a stored one holds."""
     names = pattern.names_of(tensor)
     return tuple(
         product_of_sizes(group, sizes) for group in names_by_canonical_axis(tensor, names, splits)
@@ -141,7 +140,6 @@ def _find_names_of_canonical_axis(
 
 
 def require_one_dtype(dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise DTypeError where fused tensors differ in dtype."""
     if len(set(dtypes.values())) > 1:
         raise DTypeError(
             saw=", ".join(f"{tensor} in {dtype}" for tensor, dtype in dtypes.items()),
@@ -194,7 +192,6 @@ class PatternAxis:
     after: tuple[str, ...] = ()
 
     def names_of(self, tensor: str) -> tuple[str, ...]:
-        """The names of what ``tensor`` has of this axis, the slowest first."""
         inner = next((block.names for block in self.blocks if block.tensor == tensor), ())
         return (*self.before, *inner, *self.after)
 
@@ -223,11 +220,9 @@ class Pattern:
         return tuple(axis.size(sizes) for axis in self.axes)
 
     def names_of(self, tensor: str) -> tuple[str, ...]:
-        """Return the names of all axes of a tensor, in stored order."""
         return tuple(name for axis in self.axes for name in axis.names_of(tensor))
 
     def axis_names(self) -> set[str]:
-        """Return every name of every axis."""
         return {name for tensor in self.tensors for name in self.names_of(tensor)}
 
 
@@ -354,7 +349,6 @@ def _pattern_error(text: str, needed: str) -> OptionError:
 
 
 def product_of_sizes(names: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Return the product of the sizes of names."""
     return prod([sizes[name] for name in names])
 
 

@@ -22,6 +22,7 @@ from headwise.layouts import modules as naming
 from headwise.layouts import pattern as notation
 from headwise.layouts import registry
 from headwise.layouts._layout import SLOT, Layout
+from headwise.layouts.equality import LayoutReading
 from headwise.layouts.modules import NamedModule, NameForm, find_modules
 from headwise.layouts.pattern import Pattern, Sizes, parse_pattern, unpack_tensor
 from headwise.support.tensors import same_bytes, tensors_of_arrays
@@ -40,26 +41,6 @@ class TensorHeader(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the entries."""
-
-
-@dataclass(frozen=True)
-class ModuleTensors:
-    """The tensors of one module in one layout. ``names``: full name -> name within the module."""
-
-    layout: Layout
-    names: Mapping[str, str]
-    sizes: Sizes
-
-    def read(self, stored: Mapping[str, Tensor]) -> State:
-        """Return the canonical tensors of stored ones."""
-        local = {self.names[name]: x for name, x in stored.items()}
-        return self.layout.read(local, sizes=self.sizes)
-
-    def write(self, canonical: Mapping[str, Tensor]) -> State:
-        """Return the stored tensors of canonical ones; only those in ``names``."""
-        full = {local: name for name, local in self.names.items()}
-        made = self.layout.write(canonical, sizes=self.sizes)
-        return {full[local]: x for local, x in made.items() if local in full}
 
 
 @dataclass(frozen=True)
@@ -83,6 +64,9 @@ class TensorsOutsideAttention:
         }
 
 
+Side = LayoutReading | TensorsOutsideAttention
+
+
 @dataclass(frozen=True)
 class ConversionStep:
     """Some tensors of the target, computed from some of the source.
@@ -96,10 +80,7 @@ class ConversionStep:
 
     inputs: tuple[str, ...]
     outputs: Mapping[str, tuple[int, ...]]
-    sides: (
-        tuple[ModuleTensors | TensorsOutsideAttention, ModuleTensors | TensorsOutsideAttention]
-        | None
-    ) = None
+    sides: tuple[Side, Side] | None = None
 
     @property
     def is_copy(self) -> bool:
@@ -115,14 +96,12 @@ class ConversionStep:
 
 
 def make_copy_step(name: str, new: str, header: TensorHeader) -> ConversionStep:
-    """Return the step that copies a tensor under a new name."""
     return ConversionStep((name,), {new: tuple(header.shape)})
 
 
 def group_tensors_by_content(
     stored: Mapping[str, Pattern], written: Mapping[str, Pattern]
 ) -> list[tuple[list[str], list[str]]]:
-    """Group the stored and the written tensors that share canonical tensors."""
     merged: list[tuple[set[str], list[str], list[str]]] = []
     groups = [({*pattern.tensors}, [name], list[str]()) for name, pattern in stored.items()]
     groups += [({*pattern.tensors}, [], [name]) for name, pattern in written.items()]
@@ -204,7 +183,6 @@ def _find_counterparts(
 def _make_steps_for_group(
     held: Mapping[str, Pattern], made: Mapping[str, Pattern], headers: Mapping[str, TensorHeader]
 ) -> list[ConversionStep]:
-    """Return the steps between stored tensors that hold the same canonical tensors."""
     if list(held.values()) == list(made.values()):
         pairs = zip(held, made, strict=True)
         return [make_copy_step(name, new, headers[name]) for name, new in pairs]
@@ -289,7 +267,6 @@ def _add_steps_outside_attention(
     headers: Mapping[str, TensorHeader],
     form: NameForm,
 ) -> list[ConversionStep]:
-    """Return the steps of all modules and of the weights outside of attention."""
     done = {name for step in steps for name in step.inputs}
     roots = {module.place.root for module in modules}
     rest = [name for name in headers if name not in done]
@@ -356,7 +333,6 @@ def _require_tensors_listed_by_layout(
 def _require_same_head_dim_across_modules(
     fitted: Iterable[tuple[NamedModule, Sizes]], known: Mapping[str, int]
 ) -> None:
-    """Raise ShapeError if one count of heads gives the modules different head_dims."""
     first: dict[int, str] = {}
     for module, sizes in fitted:
         first.setdefault(sizes["head_dim"], module.prefix)
@@ -419,16 +395,14 @@ def _module_steps(
         if _is_stored_alike(source, target, locals_in, locals_out):
             steps.append(make_copy_step(inputs[0], next(iter(outputs)), headers[inputs[0]]))
             continue
-        reader = ModuleTensors(source, {name: module.tensors[name] for name in inputs}, sizes)
-        writer = ModuleTensors(
-            target, {prefix + local: local for local in locals_out}, target_sizes
-        )
+        reader = LayoutReading(source, {name: module.tensors[name] for name in inputs}, sizes)
+        named = {prefix + local: local for local in locals_out}
+        writer = LayoutReading(target, named, target_sizes)
         steps.append(ConversionStep(inputs, outputs, (reader, writer)))
     return steps
 
 
 def _is_stored_alike(source: Layout, target: Layout, stored: list[str], written: list[str]) -> bool:
-    """True if both layouts store one tensor in the same way, whatever its name."""
     if len(stored) != 1 or len(written) != 1:
         return False
     mine, theirs = source.patterns[stored[0]], target.patterns[written[0]]

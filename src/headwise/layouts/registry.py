@@ -20,7 +20,6 @@ _registered: dict[str, Layout] = {}
 
 
 def layouts_by_name() -> dict[str, Layout]:
-    """Return all layouts by name; those of the catalogue first."""
     return {member.name: member for family in layouts_by_family().values() for member in family}
 
 
@@ -72,7 +71,6 @@ def register(new: Layout) -> Layout:
 
 @lru_cache(maxsize=1)
 def catalogue_by_family() -> dict[str, tuple[Layout, ...]]:
-    """Return the layouts of the catalogue by family."""
     by_family: dict[str, tuple[Layout, ...]] = {}
     names: set[str] = set()
     for entry in iter_modules(catalogue.__path__):
@@ -138,7 +136,6 @@ def find_obstacle(names: Collection[str]) -> Obstacle | None:
 
 
 def find_quantisation(names: Collection[str]) -> Obstacle | None:
-    """Return the quantisation that names of tensors show, or None."""
     if any(
         f"{name}.scales" in names and f"{name}.biases" in names
         for name in (n.removesuffix(".weight") for n in names if n.endswith(".weight"))

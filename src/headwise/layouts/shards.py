@@ -30,7 +30,6 @@ class ShardedAxis:
     copies: int = 1  # neighbouring shares that hold the same slice, of fewer kv heads than shares
 
     def join(self, shares: Sequence[Tensor]) -> Tensor:
-        """Return the whole tensor."""
         distinct = shares[:: self.copies]
         if not self.blocks:
             return torch.cat(list(distinct), dim=self.dim)
@@ -61,22 +60,18 @@ class ShardMap:
     axes: Mapping[str, ShardedAxis]  # full name -> division
 
     def join(self, name: str, shares: Sequence[Tensor]) -> Tensor:
-        """Return the whole tensor."""
         axis = self.axes.get(name)
         return shares[0] if axis is None else axis.join(shares)
 
     def split(self, name: str, whole: Tensor) -> list[Tensor]:
-        """Return the share of each process."""
         axis = self.axes.get(name)
         return [whole] * self.count if axis is None else axis.split(whole, self.count)
 
     def whole_shape(self, name: str, share: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
         dim, distinct = self._divided_axis(name)
         return tuple(n * distinct if axis == dim else n for axis, n in enumerate(share))
 
     def share_shape(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of each share."""
         dim, distinct = self._divided_axis(name)
         return tuple(n // distinct if axis == dim else n for axis, n in enumerate(whole))
 
@@ -263,7 +258,6 @@ def _block_lengths(pattern: Pattern, sharded: LeadingName, sizes: Sizes) -> tupl
 
 
 def _count_copies(pattern: Pattern, sharded: LeadingName, count: int, kv_heads: int | None) -> int:
-    """Return the number of neighbouring shares that hold the same kv head."""
     if sharded.name != "kv_heads" or pattern.fused is not None or kv_heads is None:
         return 1
     return count // kv_heads if count > kv_heads and count % kv_heads == 0 else 1

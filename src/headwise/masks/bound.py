@@ -27,7 +27,6 @@ class BoundMask:
 
     @property
     def band(self) -> Band | None:
-        """Clause by distance, or None."""
         return next((c for c in self.clauses if isinstance(c, Band)), None)
 
     @property
@@ -43,7 +42,6 @@ class BoundMask:
 
     @property
     def hiding_clauses(self) -> tuple[Clause, ...]:
-        """The clauses that may hide something at these sizes."""
         return tuple(clause for clause in self.clauses if clause.hides(self.sizes))
 
     # ---- ranges of keys ---------------------------------------------------------------------
@@ -137,7 +135,6 @@ class BoundMask:
         return BlockDiagonal(tuple(r for r in common if r.cell_count), replace(self, clauses=rest))
 
     def cut_to_part(self, place: MatrixPart) -> BoundMask:
-        """Return the mask of one part of the matrix, as a mask of that size."""
         batch, queries, keys = (span.size for span in place)
         sizes = MatrixSizes(batch, self.sizes.heads, queries, keys)
         clauses = tuple(clause.cut_to_part(place, self.sizes) for clause in self.clauses)

@@ -56,7 +56,6 @@ class Span(NamedTuple):
         return max(0, self.stop - self.first)
 
     def intersection(self, other: Span) -> Span:
-        """The positions that are in both."""
         return Span(max(self.first, other.first), min(self.stop, other.stop))
 
 
@@ -77,12 +76,10 @@ class Rectangle(NamedTuple):
 
     @property
     def as_matrix_part(self) -> MatrixPart:
-        """The same pairs as a part of the whole matrix."""
         return MatrixPart(Span(self.batch, self.batch + 1), self.queries, self.keys)
 
     @property
     def cell_count(self) -> int:
-        """Number of (query, key) pairs."""
         return self.queries.size * self.keys.size
 
 
@@ -237,7 +234,6 @@ class IntervalClause(Clause):
 
 
 def positions_of_index(index: Index, size: int, device: torch.device) -> Tensor:
-    """The positions that an index of an axis of this size names."""
     return index if isinstance(index, Tensor) else torch.arange(size, device=device)[index]
 
 
@@ -263,7 +259,6 @@ Align = Literal["top-left", "bottom-right"]
 
 
 def require_align(align: str | None) -> None:
-    """Raise OptionError unless the alignment is one of the two, or left out."""
     if align not in (None, "top-left", "bottom-right"):
         raise OptionError(
             saw=f"align={describe_value(align)}",

@@ -193,7 +193,14 @@ class Mask(lazy.ShownInNotebook):
         Raises:
             MaskError: ``allowed`` is not boolean, or ``axes`` does not name its axes.
         """
-        require_bool(allowed, "Mask.may_attend")
+        arguments.require_tensors(allowed=allowed)
+        if allowed.dtype != torch.bool:
+            raise MaskError(
+                saw=f"Mask.may_attend with a tensor of dtype {allowed.dtype}",
+                needed="bool: True = may attend. An integer mask may mean either polarity",
+                do="t.bool() if nonzero means may attend, t == 0 if nonzero means blocked; "
+                "a float that is added to the scores is a ScoreBias",
+            )
         return cls((Dense(with_matrix_axes(allowed, axes)),))
 
     @classmethod
@@ -363,7 +370,6 @@ def _iterate_given_key_and_query_lengths(
 
 
 def _window_side_int(name: str, side: object) -> int:
-    """Return one side of a window as Python's integer, or as the symbol of a compiled graph."""
     if side is None:
         return BOUNDLESS
     count = convert_to_int_or_none(side)
@@ -391,18 +397,6 @@ def _require_whole_number_or_none(name: str, size: object) -> int | None:
 
 
 # ---- conventions of other functions ------------------------------------------------------------
-
-
-def require_bool(tensor: Tensor, where: str) -> None:
-    """Raise MaskError unless the dtype is bool: an integer mask may mean either polarity."""
-    arguments.require_tensors(allowed=tensor)
-    if tensor.dtype != torch.bool:
-        raise MaskError(
-            saw=f"{where} with a tensor of dtype {tensor.dtype}",
-            needed="bool: True = may attend. An integer mask may mean either polarity",
-            do="t.bool() if nonzero means may attend, t == 0 if nonzero means blocked; "
-            "a float that is added to the scores is a ScoreBias",
-        )
 
 
 def to_allowed_matrix(mask: Tensor, num_heads: int | None, *, true_attends: bool) -> Tensor:

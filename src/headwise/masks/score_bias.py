@@ -244,12 +244,10 @@ class BoundBias:
 
     @property
     def requires_grad(self) -> bool:
-        """True if a gradient flows into the bias."""
         return any(t.requires_grad for t in self.all_tensors())
 
     @property
     def is_empty(self) -> bool:
-        """True if the bias has no parts."""
         return not self.all_tensors()
 
     @property
@@ -288,7 +286,6 @@ class BoundBias:
         return runs.unfold(-1, end - start, 1).flip(1)
 
     def cut_to_part(self, place: MatrixPart) -> BoundBias:
-        """The bias of one part of the matrix, as a bias of that size."""
         queries, keys = place.queries.size, place.keys.size
         table = self.table
         if table is not None:
@@ -328,7 +325,6 @@ def cut_tensors_to_part(tensors: tuple[Tensor, ...], place: MatrixPart) -> tuple
 
 
 def require_score_bias_type(value: object, call: str) -> ScoreBias:
-    """Return a ScoreBias as it is, or raise MaskError."""
     if isinstance(value, ScoreBias):
         return value
     raise MaskError(

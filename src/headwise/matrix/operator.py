@@ -6,11 +6,9 @@ Outputs are exact products, statistics are reductions over tiles. Weights are be
 from __future__ import annotations
 
 import math
-import operator
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
@@ -27,30 +25,6 @@ from headwise.matrix.kernels.kernel import KernelInput, Requested, Task, accumul
 from headwise.matrix.kernels.readings import ObservedTile
 from headwise.support import arguments, lazy, text, tracing
 
-_MATMULS = (operator.matmul, torch.matmul, Tensor.matmul, Tensor.__matmul__)
-
-
-class LeftOperand(ABC):
-    """``self @ tensor``, also as ``torch.matmul(self, tensor)``."""
-
-    @abstractmethod
-    def __matmul__(self, tensor: Tensor) -> Tensor: ...
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Serve the matrix products; everything else stays undefined."""
-        if func not in _MATMULS or len(args) != 2 or kwargs:
-            return NotImplemented
-        left, right = args
-        if torch.compiler.is_compiling() and isinstance(left, Tensor):
-            # Dynamo moves the tensor of a mixed product to the front. Only ``self @ tensor``
-            # exists, so nothing else can be meant.
-            left, right = right, left
-        return left.__matmul__(right) if isinstance(left, cls) else NotImplemented
-
-
 SMALL_MAP = 64  # blocks of an axis: up to this many `pool` uses the fused kernel, above it tiles
 
 
@@ -66,7 +40,7 @@ class Statistics(NamedTuple):
     received: Float[Tensor, "batch heads keys"]
 
 
-class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
+class AttentionMatrix(tracing.LeftOperand, lazy.ShownInNotebook):
     """The weights (batch, heads, queries, keys) of scaled dot-product attention, as an operator.
 
     ``A @ v`` gives head outputs, ``A.mT @ y`` sums over queries. Statistics of half types are
@@ -389,7 +363,7 @@ def describe_average(matrix: AttentionMatrix, v: Tensor, *, dropout_p: float) ->
     )
 
 
-class TransposedMatrix(LeftOperand):
+class TransposedMatrix(tracing.LeftOperand):
     """Transpose (batch, heads, keys, queries) of an `AttentionMatrix`, made by ``A.mT``."""
 
     def __init__(self, matrix: AttentionMatrix) -> None:

@@ -251,7 +251,6 @@ def binary_code(numbers: Int[Tensor, "*shape"], *, bits: int) -> Float[Tensor, "
 
 @torch.no_grad()
 def _make_planted_layer(heads: tuple[PlantedHead, ...]) -> Attention:
-    """Make a layer with the weights of the plan."""
     layer = Attention(
         EMBED_DIM,
         len(heads),

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from headwise.function import stages
 from headwise.layers.hooks import call_hook
-from headwise.layers.torch_api.forward import multi_head_attention_forward
+from headwise.layers.torch_api.layer import multi_head_attention_forward
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias, split_additive_mask
 from headwise.matrix.operator import AttentionMatrix

@@ -10,10 +10,10 @@ from headwise.support.lazy import export_lazily
 
 if TYPE_CHECKING:
     from headwise.sharding.collectives import clip_gradients as clip_gradients
-    from headwise.sharding.heads.state import gather_state as gather_state
-    from headwise.sharding.heads.state import load_state as load_state
-    from headwise.sharding.heads.style import Heads as Heads
-    from headwise.sharding.heads.style import heads_plan as heads_plan
+    from headwise.sharding.heads import Heads as Heads
+    from headwise.sharding.heads import gather_state as gather_state
+    from headwise.sharding.heads import heads_plan as heads_plan
+    from headwise.sharding.heads import load_state as load_state
     from headwise.sharding.scan import head_statistics as head_statistics
     from headwise.sharding.scan import scan_sharded as scan_sharded
     from headwise.sharding.sequence._attend import SequencePlan as SequencePlan
@@ -29,8 +29,7 @@ __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
         "collectives": "clip_gradients",
-        "heads.state": "gather_state load_state",
-        "heads.style": "Heads heads_plan",
+        "heads": "Heads gather_state heads_plan load_state",
         "scan": "head_statistics scan_sharded",
         "sequence._attend": "SequencePlan attend explain_attend",
         "sequence.layout": "SequenceLayout",

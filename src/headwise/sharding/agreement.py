@@ -39,7 +39,6 @@ CHECKS: tuple[str, ...] = get_args(Check)
 
 
 def require_process_group(call: str) -> None:
-    """Raise OptionError unless torch.distributed has a process group for this call."""
     if not dist.is_available() or not dist.is_initialized():
         raise OptionError(
             saw=f"{call} without a process group", needed="an initialised process group", do=START
@@ -173,7 +172,6 @@ _MOST_COMPARED = 1024
 
 
 def gather_numbers(numbers: Sequence[float], mesh: DeviceMesh) -> list[list[float]]:
-    """Return the numbers of each rank, in float64."""
     mine = torch.tensor(numbers, dtype=torch.float64, device=mesh.device_type)
     everyone = mine.new_empty(mesh.size(), len(numbers))
     dist.all_gather_single(everyone.view(-1), mine, mesh.get_group())

@@ -43,22 +43,18 @@ class TokenGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.lengths)
 
     @property
     def rank(self) -> int:
-        """Number of this rank in the group."""
         return dist.get_rank(self.group)
 
     @property
     def total_tokens(self) -> int:
-        """Number of tokens of all ranks."""
         return sum(self.lengths)
 
     @property
     def local_tokens(self) -> int:
-        """Number of tokens of this rank."""
         return self.lengths[self.rank]
 
 
@@ -78,7 +74,6 @@ def send_heads(group: TokenGroup, x: Tensor) -> Tensor:
 
 
 def send_tokens(group: TokenGroup, x: Tensor) -> Tensor:
-    """Exchange heads for tokens: the inverse of `send_heads`."""
     return _tokens_from_ranks(group, x).movedim(0, 2).flatten(2, 3)
 
 
@@ -153,7 +148,6 @@ class Transfer:
         self._work = dist.batch_isend_irecv(calls) if calls else []
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Return the received tensors once all have arrived."""
         for work in self._work:
             work.wait()
         self._sent = []
@@ -188,7 +182,6 @@ def iterate_tensors_of_ranks(
 
 
 def sum_forward(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of ``x`` over ranks."""
     total: Tensor = _Collective.apply(_add, _view, group, x)[0]  # type: ignore[no-untyped-call]
     return total
 
@@ -204,7 +197,6 @@ def sum_backward(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> list
 
 
 def sum_forward_and_backward(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of ``x`` over ranks; the gradient is summed too."""
     return sum_backward([sum_forward(x, group=group)], group=group)[0]
 
 

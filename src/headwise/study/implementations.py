@@ -30,9 +30,9 @@ from torch.nn import functional as F
 from headwise.errors import OptionError
 from headwise.function.stages import split_heads
 from headwise.layers.attention import Attention
-from headwise.layers.checks import check_positive_whole_numbers, check_tokens
+from headwise.layers.base import check_positive_whole_numbers, initialise_as_einops_page
+from headwise.layers.checks import check_tokens
 from headwise.layers.hooks import call_hook
-from headwise.layers.linear import initialise_as_einops_page
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.matrix.checks import check_probability

@@ -1,5 +1,7 @@
-"""Checks for tracing, compilation and autocast, marks of kernel calls, and temporary modes."""
+"""Checks for tracing, compilation and autocast, products of operators, and temporary modes."""
 
+import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -77,7 +79,6 @@ def is_certain(comparison: bool) -> bool:
 
 
 def is_autocast_enabled(kind: str) -> bool:
-    """True if autocast is on for this type of device, such as "cpu"."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
@@ -108,7 +109,6 @@ def track_kernel_calls() -> Iterator[None]:
 
 
 def is_kernel_call() -> bool:
-    """True if a kernel of headwise is calling."""
     return bool(_is_own.get())
 
 
@@ -154,3 +154,27 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+_MATMULS = (operator.matmul, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+class LeftOperand(ABC):
+    """``self @ tensor``, also as ``torch.matmul(self, tensor)``."""
+
+    @abstractmethod
+    def __matmul__(self, tensor: Tensor) -> Tensor: ...
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Serve the matrix products; everything else stays undefined."""
+        if func not in _MATMULS or len(args) != 2 or kwargs:
+            return NotImplemented
+        left, right = args
+        if torch.compiler.is_compiling() and isinstance(left, Tensor):
+            # Dynamo moves the tensor of a mixed product to the front. Only ``self @ tensor``
+            # exists, so nothing else can be meant.
+            left, right = right, left
+        return left.__matmul__(right) if isinstance(left, cls) else NotImplemented

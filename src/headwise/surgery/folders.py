@@ -17,9 +17,14 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from headwise.checkpoints.config import read_config
-from headwise.checkpoints.conversion import write_target
+from headwise.checkpoints.conversion import (
+    OutputPlan,
+    WritePlan,
+    plan_output,
+    require_usable_target,
+    write_target,
+)
 from headwise.checkpoints.places import Place, find_places
-from headwise.checkpoints.plan import OutputPlan, WritePlan, plan_output, require_usable_target
 from headwise.checkpoints.source import (
     FOREIGN,
     INDEX,

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
 from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec, Other
-from headwise.function.weights import AXES, State, take_heads
+from headwise.function.weights import HEADS, State, take_heads
 from headwise.support.text import list_some
 
 # "indices": tensors are the same numbers at other places. "rounding": another order of sums, or
 # numbers rounded once. "no": outputs are others.
 Equality = Literal["indices", "rounding", "no"]
-KV_TENSORS = tuple(name for name, axes in AXES.items() if axes[0] == "kv_heads")
+KV_TENSORS = tuple(name for name, (_, axis) in HEADS.items() if axis == "kv_heads")
 # tensors whose channels a map changes, beside wo
 KEYS, QUERIES, VALUES = ("wk", "bk", "extra_k"), ("wq", "bq"), ("wv", "bv", "extra_v")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import transformers
-from headwise.checkpoints.plan import require_usable_target
+from headwise.checkpoints.conversion import require_usable_target
 from headwise.checkpoints.source import open_source
 from headwise.errors import OptionError
 from headwise.models.text import read_sentences

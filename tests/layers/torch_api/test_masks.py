@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.layers.torch_api import masks
+from headwise.layers.torch_api.layer import convert_masks
 from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
 from tests.honest import hides_a_whole_sequence
@@ -14,7 +14,7 @@ LONG = 300  # past where the causal mask is recognised, and no multiple of a blo
 
 
 def read(attn_mask: Tensor, *, slots: int = 0, hinted: bool = False) -> Mask | None:
-    return masks.convert_masks(
+    return convert_masks(
         None, attn_mask, num_heads=HEADS, slots=slots, hinted=hinted, dtype=torch.float32
     )[0]
 

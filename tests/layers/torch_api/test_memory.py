@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.layers.torch_api import masks
+from headwise.layers.torch_api import layer
 from headwise.matrix.kernels import tiles
 from tests.layers.torch_api.cases import causal, pair
 from tests.memory import LargestTensor
@@ -53,7 +53,7 @@ def test_with_and_without_weights(
     # As if a tile were small, so that two masks are too large to be written as one.
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 2**15)
     # No mask's values are read while a dispatch mode watches; here they are to be read.
-    monkeypatch.setattr(masks, "may_read_values", lambda _: True)
+    monkeypatch.setattr(layer, "may_read_values", lambda _: True)
     theirs, ours = pair(dtype=torch.float32, batch_first=True)
     made = made_by(ours, train=train, need_weights=False, **options)
     assert made.bytes <= ACTIVATION, made.name

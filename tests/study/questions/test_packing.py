@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules import activation
 
 from headwise.layers.attention import Attention
-from headwise.layers.torch_api import forward as shared_forward
+from headwise.layers.torch_api import layer as shared_forward
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study.implementations import (

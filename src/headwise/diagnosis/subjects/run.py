@@ -28,9 +28,9 @@ from headwise.function.rounding import Roundoff, coarsest, default_tolerance
 from headwise.function.spec import Sides
 from headwise.identify.comparison import SEED
 from headwise.layers.hooks import ModuleRun, record_modules
+from headwise.layouts._layout import require_unquantised
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention
-from headwise.support.quantised import require_unquantised
 from headwise.support.tensors import map_leaves
 from headwise.support.text import list_some
 

@@ -14,8 +14,8 @@ from headwise.diagnosis.outputs.runs import CLOSE, Runs
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.errors import OptionError
 from headwise.function.rounding import default_tolerance
+from headwise.layouts._layout import require_unquantised
 from headwise.layouts.equality import PARTS
-from headwise.support.quantised import require_unquantised
 from headwise.support.tracing import evaluation_mode
 
 # An error of a model. headwise's own code runs beside it, so others are left as they are.

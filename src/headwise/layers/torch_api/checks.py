@@ -77,7 +77,6 @@ class Call(NamedTuple):
 
 
 def require_divisible_embed_dim(embed_dim: int, num_heads: int) -> None:
-    """Raise unless both sizes are positive and embed_dim is divisible by num_heads."""
     if embed_dim <= 0 or num_heads <= 0:
         raise OptionError(
             saw="embed_dim and num_heads must be greater than 0,"
@@ -96,7 +95,6 @@ def require_divisible_embed_dim(embed_dim: int, num_heads: int) -> None:
 
 
 def raise_nested_error(what: str) -> NoReturn:
-    """Raise OptionError for nested tensors, where torch's own code cannot serve."""
     raise OptionError(
         saw=f"{what} with nested tensors",
         needed="tensors with one length, since torch's code computes nested ones",
@@ -228,7 +226,6 @@ def _check_input_shapes(call: Call) -> None:
 
 
 def _check_weights(call: Call) -> None:
-    """Raise unless the weights and their bias fit the inputs."""
     bias, packed, rows = call.bias, len(call.weights) == 1, call.width
     if bias is not None and bias.shape != (3 * rows,):
         raise AssertedShapeError(
@@ -324,7 +321,6 @@ def _check_masks(call: Call, keys: int, *, batched: bool) -> None:
 
 
 def _check_slots(call: Call) -> None:
-    """Raise unless ``bias_k`` and ``bias_v`` come together, without static keys or values."""
     for name, missing in (("k", "v"), ("v", "k")):
         if getattr(call, f"bias_{missing}") is None:
             raise AssertedOptionError(
@@ -385,7 +381,6 @@ def _refuse_mixed_dtypes_or_devices(name: str, x: Tensor, weight: Tensor) -> Non
 def refuse_attn_mask_shape(
     mask: Tensor, expected: tuple[int, ...], batch: int, heads: int, *, batched: bool
 ) -> NoReturn:
-    """Raise for an ``attn_mask`` of another shape than the expected one."""
     queries, keys = expected[-2:]
     advice = {
         (keys, queries): "attn_mask.mT, if its two axes are swapped",

@@ -1,5 +1,7 @@
 """Decoders that fuse queries, keys and values: GPT-2, GPT-NeoX, Falcon, and what came of them."""
 
+from functools import partial
+
 from headwise.function import spec
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule
 from headwise.layouts import catalogue
@@ -28,23 +30,21 @@ _NEOX_OUTSIDE = (
     "norm_2=post_attention_layernorm.* up=mlp.dense_h_to_4h.* down=mlp.dense_4h_to_h.*"
 )
 
+_no_class = partial(describe_layout, unchecked=_NO_CLASS)
+_gpt2_like = partial(describe_layout, where={"self": "h.{layer}.attn."}, beside=_MASKS)
 _GPT = (
-    describe_layout(
+    _gpt2_like(
         name="gpt2",
         tensors=_CONV1D,
-        where={"self": "h.{layer}.attn."},
         outside=GPT2,
         columns=True,
-        beside=_MASKS,
         note="all matrices are stored for x @ weight; c_proj is square, so that a transpose left "
         "out raises no error. GPT and ImageGPT have the same. With "
         "scale_attn_by_inverse_layer_idx the scale is smaller by the layer's number from 1",
     ),
-    describe_layout(
+    _gpt2_like(
         name="jais",
         tensors=_CONV1D,
-        where={"self": "h.{layer}.attn."},
-        beside=_MASKS,
         function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
         source="vllm, vllm/model_executor/models/jais.py",
         unchecked=_NO_CLASS,
@@ -69,54 +69,48 @@ _GPT = (
         note="four shards, as it was trained on; in each all queries, all values, all keys. The "
         "first rotary_dim channels of a head are rotated",
     ),
-    describe_layout(
+    _gpt2_like(
         name="gpt-bigcode-mqa",
         tensors=qkv_fused_by_projection("c_attn", "c_proj", kv_heads="kv_heads"),
-        where={"self": "h.{layer}.attn."},
-        beside=_MASKS,
         fixed=_ONE_KV_HEAD,
         model="gpt_bigcode",
         note="the names of GPT-2, but matrices as torch's linear layer stores them: SantaCoder, "
         "StarCoder",
     ),
-    describe_layout(
+    _gpt2_like(
         name="gpt-bigcode-mha",
         tensors=catalogue.qkv_fused_by_head("c_attn") | output_projection("c_proj"),
-        where={"self": "h.{layer}.attn."},
-        beside=_MASKS,
         model="gpt_bigcode",
         note="with multi_query false; the shapes are those of nanogpt, the order is not",
     ),
-    describe_layout(
+    _no_class(
         name="qwen1",
         tensors=qkv_fused_by_projection("c_attn") | output_projection("c_proj", bias=False),
         where={"self": "h.{layer}.attn."},
         beside=(*_MASKS, *_ANGLES),
         function=_HALVES,
         source="vllm, vllm/model_executor/models/qwen.py",
-        unchecked=_NO_CLASS,
         note="beyond its training length queries are scaled by the logarithm of their position",
     ),
 )
 
+_neox_like = partial(
+    describe_layout,
+    where={"self": "gpt_neox.layers.{layer}.attention."},
+    outside=_NEOX_OUTSIDE,
+    beside=(*_MASKS, *_ANGLES),
+    function=_SHARE,
+)
 _NEOX = (
-    describe_layout(
+    _neox_like(
         name="neox",
         tensors=catalogue.qkv_fused_by_head("query_key_value") | output_projection("dense"),
-        where={"self": "gpt_neox.layers.{layer}.attention."},
-        outside=_NEOX_OUTSIDE,
-        beside=(*_MASKS, *_ANGLES),
-        function=_SHARE,
         model="gpt_neox",
         note="Pythia. The first quarter of a head is rotated, or what rotary_pct says",
     ),
-    describe_layout(
+    _neox_like(
         name="neox-split",
         tensors=catalogue.projections("query key value dense"),
-        where={"self": "gpt_neox.layers.{layer}.attention."},
-        outside=_NEOX_OUTSIDE,
-        beside=(*_MASKS, *_ANGLES),
-        function=_SHARE,
         source="headwise: GPT-NeoX with its fused layer taken apart",
         unchecked="no package runs it",
         note="for code that wants one matrix for each projection; all else keeps its name",
@@ -138,7 +132,7 @@ _NEOX = (
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), qk_norm=NormRule("layer")),
         note="Fuyu's decoder too. Half of a head is rotated",
     ),
-    describe_layout(
+    _no_class(
         name="chatglm-6b",
         tensors=catalogue.qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "layers.{layer}.attention."},
@@ -146,49 +140,42 @@ _NEOX = (
         function=AttentionSpec(rotary=spec.Other("half-split in each half of the head")),
         axes="length batch width",
         source="THUDM/ChatGLM-6B, modeling_chatglm.py",
-        unchecked=_NO_CLASS,
         note="a head is two halves, the first rotated by the place in the text, the second by the "
         "place in the block that is generated; the scale and its inverse are applied in two steps",
     ),
 )
 
+_falcon = partial(describe_layout, where={"self": "h.{layer}.self_attention."}, model="falcon")
 _GROUPED = (
-    describe_layout(
+    _falcon(
         name="falcon-rw",
         tensors=catalogue.qkv_fused_by_head("query_key_value") | output_projection("dense"),
-        where={"self": "h.{layer}.self_attention."},
         function=AttentionSpec(score_bias=spec.AlibiRule(before_scale=True)),
-        model="falcon",
         note="with multi_query and new_decoder_architecture false. The scores are "
         "(q.k + bias) / sqrt(head_dim), the slopes in bfloat16",
     ),
-    describe_layout(
+    _falcon(
         name="falcon-7b",
         tensors=qkv_fused_by_projection("query_key_value", "dense", kv_heads="kv_heads"),
-        where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         fixed=_ONE_KV_HEAD,
         function=_HALVES,
-        model="falcon",
         note="with multi_query; its config may name other kv heads, which do not count",
     ),
-    describe_layout(
+    _falcon(
         name="falcon-40b",
         tensors=catalogue.qkv_fused_by_group("query_key_value") | output_projection("dense"),
-        where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         function=_HALVES,
-        model="falcon",
         note="with new_decoder_architecture: Falcon 40B, 180B, and Falcon 2",
     ),
-    describe_layout(
+    _no_class(
         name="internlm2",
         tensors=catalogue.qkv_fused_by_group("wqkv") | output_projection("wo"),
         where={"self": "model.layers.{layer}.attention."},
         beside=_ANGLES,
         function=_HALVES,
         source="vllm, vllm/model_executor/models/internlm2.py",
-        unchecked=_NO_CLASS,
     ),
     describe_layout(
         name="mpt",
@@ -212,25 +199,23 @@ _GROUPED = (
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), window=FROM_CONFIG),
         note="Phi-4 too; a part of a head is rotated where partial_rotary_factor says so",
     ),
-    describe_layout(
+    _no_class(
         name="chatglm2",
         tensors=qkv_fused_by_projection("query_key_value", "dense", kv_heads="kv_heads"),
         where={"self": "encoder.layers.{layer}.self_attention."},
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
         rows="interleaved",
         source="vllm, vllm/model_executor/models/chatglm.py",
-        unchecked=_NO_CLASS,
         note="ChatGLM3, CodeGeeX2 and GLM-4's first files too. Half of a head is rotated; kv_heads "
         "is multi_query_group_num",
     ),
-    describe_layout(
+    _no_class(
         name="baichuan",
         tensors=qkv_fused_by_projection("W_pack", "o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
         function=AttentionSpec(rotary=FROM_CONFIG, score_bias=FROM_CONFIG),
         source="vllm, vllm/model_executor/models/baichuan.py",
-        unchecked=_NO_CLASS,
         note="the 7B models rotate, half-split; the 13B models have ALiBi",
     ),
     describe_layout(

@@ -1,6 +1,7 @@
 """Decoders with a matrix each for queries, keys and values: Llama, and what came of it."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule, Softcap
@@ -164,23 +165,22 @@ _NEIGHBOURS = (
     ),
 )
 
+_plain = partial(_llama_like_layout, beside=())
 _NORMED = (
-    _llama_like_layout(
+    _plain(
         "qwen3",
         AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule(), window=FROM_CONFIG),
         "the experts' models too",
         tensors=_HEAD_NORMS,
-        beside=(),
     ),
-    _llama_like_layout(
+    _plain(
         "gemma3",
         left_to_config("scale window", rotary=RotaryRule(), qk_norm=NormRule(weight_offset=1.0)),
         "the scale is 1/sqrt(query_pre_attn_scalar) of its config; layers with a window have "
         "another theta",
         tensors=_HEAD_NORMS,
-        beside=(),
     ),
-    _llama_like_layout(
+    _plain(
         "olmo2",
         AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule(over="width"), window=FROM_CONFIG),
         "OLMo 3 and OLMoE too",
@@ -189,23 +189,20 @@ _NORMED = (
             "q_norm.weight": "q_norms: (heads head_dim)",
             "k_norm.weight": "k_norms: (kv_heads head_dim)",
         },
-        beside=(),
     ),
-    _llama_like_layout(
+    _plain(
         "hunyuan",
         AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule(place="after")),
         "the experts' model too",
         tensors=_LLAMA | head_norms("query_layernorm", "key_layernorm"),
-        beside=(),
         model="hunyuan_v1_dense",
     ),
-    _llama_like_layout(
+    _plain(
         "lfm2",
         AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule()),
         "only some of its layers are attention",
         tensors=projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", biases="")
         | head_norms("q_layernorm", "k_layernorm"),
-        beside=(),
     ),
     _llama_like_layout(
         "chameleon",

@@ -1,5 +1,7 @@
 """Models of an encoder and a decoder that reads it, by the names in their files."""
 
+from functools import partial
+
 from headwise.function.spec import AttentionSpec, BucketRule
 from headwise.layouts.catalogue import both_sides, describe_layout, projections
 
@@ -17,33 +19,27 @@ _BART_LAYERS = (
     "decoder_cross_norm=encoder_attn_layer_norm.*"
 )
 
+_model = partial(describe_layout, mask="added")
+_t5 = partial(describe_layout, tensors=_T5, where=_T5_WHERE, function=_T5_FUNCTION, mask="added")
+
 LAYOUTS = (
-    describe_layout(
+    _t5(
         name="t5",
-        tensors=_T5,
-        where=_T5_WHERE,
-        function=_T5_FUNCTION,
-        mask="added",
         note="mT5, ByT5 and FLAN-T5 as well. The table of distances is in the first layer of each "
         "side and serves the others too; cross attention has none",
     ),
-    describe_layout(
+    _t5(
         name="umt5",
-        tensors=_T5,
-        where=_T5_WHERE,
-        function=_T5_FUNCTION,
-        mask="added",
         note="T5's names; every layer of self attention has a table of distances of its own",
     ),
-    describe_layout(
+    _model(
         name="bart",
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where=_BART_WHERE,
         outside=_BART_LAYERS,
-        mask="added",
         note="mBART, Pegasus, M2M-100 and Marian as well",
     ),
-    describe_layout(
+    _model(
         name="whisper",
         tensors=projections("q_proj k_proj v_proj out_proj", biases="qvo"),
         where=_BART_WHERE,
@@ -51,10 +47,9 @@ LAYOUTS = (
         "decoder_positions=decoder.embed_positions.weight tokens=decoder.embed_tokens.weight "
         "encoder_final_norm=encoder.layer_norm.* decoder_final_norm=decoder.layer_norm.*"
         + _BART_LAYERS,
-        mask="added",
         note="keys have no bias. Everything stands below `model.`, which OpenAI's files lack",
     ),
-    describe_layout(
+    _model(
         name="whisper-openai",
         tensors=projections("query key value out", biases="qvo"),
         where=both_sides("{side}.blocks.{layer}.", "attn.", "cross_attn."),
@@ -66,7 +61,6 @@ LAYOUTS = (
         "encoder_up=mlp.0.* encoder_down=mlp.2.* | decoder.blocks.{layer}. "
         "decoder_self_norm=attn_ln.* decoder_norm=mlp_ln.* decoder_up=mlp.0.* "
         "decoder_down=mlp.2.* decoder_cross_norm=cross_attn_ln.*",
-        mask="added",
         source="openai/whisper, whisper/model.py",
         unchecked="openai-whisper is not among the packages of the tests; its 20250625 was run "
         "once, by hand, as a whole model",

@@ -1,5 +1,7 @@
 """Encoders of text and of speech, by the names in their files."""
 
+from functools import partial
+
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, BucketRule, Other, RotaryRule
 from headwise.layouts import catalogue
 from headwise.layouts.catalogue import describe_layout, output_projection, projections
@@ -14,18 +16,26 @@ _SEPARATE = projections("self.query self.key self.value output.dense")
 _WHERE = {"self": "encoder.layer.{layer}.attention."}
 _NORM = ("output.LayerNorm.*",)  # behind the residual; in old files its parts are gamma and beta
 
+_encoder = partial(describe_layout, mask="added")
+_deberta = partial(
+    describe_layout,
+    where=_WHERE,
+    outside=_BERT,
+    function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
+    mask="True attends",
+)
+
 LAYOUTS = (
-    describe_layout(
+    _encoder(
         name="bert",
         tensors=_SEPARATE,
         where=_WHERE | {"cross": "encoder.layer.{layer}.crossattention."},
         outside=_BERT,
         beside=(*_NORM, "ln.*"),
-        mask="added",
         note="RoBERTa, ELECTRA, MiniLM and most that came of BERT. The norm of each block follows "
         "it, as in nn.TransformerEncoder with norm_first=False",
     ),
-    describe_layout(
+    _encoder(
         name="distilbert",
         tensors=projections("q_lin k_lin v_lin out_lin"),
         where={"self": "transformer.layer.{layer}.attention."},
@@ -33,10 +43,9 @@ LAYOUTS = (
         "positions=embeddings.position_embeddings.weight embed_norm=embeddings.LayerNorm.* | "
         "transformer.layer.{layer}. norm_1=sa_layer_norm.* norm_2=output_layer_norm.* "
         "up=ffn.lin1.* down=ffn.lin2.*",
-        mask="added",
         note="BERT's blocks; queries are divided by sqrt(head_dim) before the product",
     ),
-    describe_layout(
+    _encoder(
         name="mpnet",
         tensors=projections("attn.q attn.k attn.v attn.o"),
         where=_WHERE,
@@ -46,20 +55,18 @@ LAYOUTS = (
         | {"encoder.relative_attention_bias.weight": "distances: buckets heads"},
         beside=("LayerNorm.*",),
         function=AttentionSpec(score_bias=BucketRule()),
-        mask="added",
         note="one table of distances, encoder.relative_attention_bias, serves all layers, by T5's "
         "rule; a conversion passes it on as it is",
     ),
-    describe_layout(
+    _encoder(
         name="esm",
         tensors=_SEPARATE,
         where=_WHERE,
         beside=("self.rotary_embeddings.inv_freq", "LayerNorm.*"),
         function=AttentionSpec(rotary=FROM_CONFIG),
-        mask="added",
         note="BERT's names. ESM-2's queries and keys are rotated, half-split; ESM-1b's are not",
     ),
-    describe_layout(
+    _deberta(
         name="deberta",
         tensors={
             "self.in_proj.weight": catalogue.qkv_fused_by_head("")[".weight"],
@@ -67,22 +74,14 @@ LAYOUTS = (
             "self.v_bias": "bv: (heads head_dim)",
             **output_projection("output.dense"),
         },
-        where=_WHERE,
-        outside=_BERT,
         beside=(*_NORM, "self.pos_proj.weight", "self.pos_q_proj.*"),
-        function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
-        mask="True attends",
         note="DeBERTa v1. With pos_att_type the scale is 1/sqrt((1 + its length) head_dim), and "
         "terms of the distance are added, whose projections are passed on as they are",
     ),
-    describe_layout(
+    _deberta(
         name="deberta-v2",
         tensors=projections("self.query_proj self.key_proj self.value_proj output.dense"),
-        where=_WHERE,
-        outside=_BERT,
         beside=(*_NORM, "self.pos_key_proj.*", "self.pos_query_proj.*"),
-        function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
-        mask="True attends",
         note="DeBERTa v2 and v3; the scale and the terms of the distance are as in v1",
     ),
     describe_layout(
@@ -111,24 +110,22 @@ LAYOUTS = (
         note="all matrices, o among them, are (width, heads, head_dim). Keys of the distances and "
         "biases of the queries are passed on as they are; the check has them at 0",
     ),
-    describe_layout(
+    _encoder(
         name="conformer",
         tensors=projections("linear_q linear_k linear_v linear_out"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         beside=("linear_pos.weight", "pos_bias_u", "pos_bias_v", "distance_embedding.weight"),
         function=AttentionSpec(rotary=FROM_CONFIG, score_bias=FROM_CONFIG),
-        mask="added",
         model="wav2vec2_conformer",
         note="Wav2Vec2-Conformer and Wav2Vec2-BERT; ESPnet and NeMo use the names as well. What "
         "belongs to relative positions is passed on as it is",
     ),
-    describe_layout(
+    _encoder(
         name="wav2vec2",
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "encoder.layers.{layer}.attention."},
         outside="| encoder.layers.{layer}. norm_1=layer_norm.* norm_2=final_layer_norm.* "
         "up=feed_forward.intermediate_dense.* down=feed_forward.output_dense.*",
-        mask="added",
         note="HuBERT and UniSpeech as well",
     ),
 )

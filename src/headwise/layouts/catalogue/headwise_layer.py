@@ -1,5 +1,7 @@
 """The layouts of headwise: that of `headwise.Attention`, and the canonical form."""
 
+from functools import partial
+
 from headwise.function.weights import AXES
 from headwise.layouts.catalogue import APART, OPEN, describe_layout, head_norms, projections
 
@@ -9,18 +11,20 @@ _TENSORS = projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", **A
     "sink": "sink: heads",
     "score_bias.relative_attention_bias.weight": "distances: buckets heads",
 }
-_SOURCE = "headwise, src/headwise/layers/attention.py"
+_layer = partial(
+    describe_layout,
+    function=OPEN,
+    optional=("sink", "wg"),
+    source="headwise, src/headwise/layers/attention.py",
+)
 
 LAYOUTS = (
-    describe_layout(
+    _layer(
         name="headwise",
         tensors=_TENSORS | head_norms("q_norm", "k_norm", bias=True),
-        function=OPEN,
-        optional=("sink", "wg"),
-        source=_SOURCE,
         note="rotary layers hold rows in the order of their Rotary's pairing; this is half-split",
     ),
-    describe_layout(
+    _layer(
         name="headwise-width-norm",
         tensors=_TENSORS
         | {
@@ -29,9 +33,6 @@ LAYOUTS = (
             "q_norm.bias": "q_norms_bias: (heads head_dim)",
             "k_norm.bias": "k_norms_bias: (kv_heads head_dim)",
         },
-        function=OPEN,
-        optional=("sink", "wg"),
-        source=_SOURCE,
         note='with QKNorm(over="width")',
     ),
     describe_layout(

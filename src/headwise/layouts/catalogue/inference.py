@@ -1,6 +1,6 @@
 """Formats and engines of inference: GGUF, CTranslate2, vLLM and MLX."""
 
-from typing import Any
+from functools import partial
 
 from headwise.function.spec import AttentionSpec, RotaryRule
 from headwise.layouts import catalogue
@@ -11,14 +11,15 @@ _GGUF = (
     "unembedding=output.weight | blk.{layer}. norm_1=attn_norm.* norm_2=ffn_norm.* "
     "gate=ffn_gate.weight up=ffn_up.* down=ffn_down.*"
 )
-_OF_GGUF: dict[str, Any] = {
-    "where": {"self": "blk.{layer}."},
-    "root": "",
-    "outside": _GGUF,
+_gguf = partial(
+    describe_layout,
+    where={"self": "blk.{layer}."},
+    root="",
+    outside=_GGUF,
     # A block's tensors have one prefix: those of attention, and all others.
-    "beside": ("ffn_*", "attn_norm*", "post_*", "layer_output_norm*"),
-    "source": "ggml-org/llama.cpp, convert_hf_to_gguf.py",
-}
+    beside=("ffn_*", "attn_norm*", "post_*", "layer_output_norm*"),
+    source="ggml-org/llama.cpp, convert_hf_to_gguf.py",
+)
 _GGUF_SEPARATE = catalogue.projections("attn_q attn_k attn_v attn_output", kv_heads="kv_heads")
 _READ = (
     "tensors in floating point, with their axes as numpy has them: a GGUF file lists them reversed"
@@ -26,31 +27,28 @@ _READ = (
 _BY_HAND = "no package runs one layer of it by itself"
 
 LAYOUTS = (
-    describe_layout(
+    _gguf(
         name="gguf-llama",
         tensors=_GGUF_SEPARATE,
-        **_OF_GGUF,
         function=AttentionSpec(rotary=RotaryRule()),
         rows="interleaved",
         note="GGUF of the architecture llama, and of those that llama.cpp turns as it does: rows "
         f"of queries and keys are not in Hugging Face's order; {_READ}",
     ),
-    describe_layout(
+    _gguf(
         name="gguf-qwen2",
         tensors=_GGUF_SEPARATE
         | catalogue.head_norms("attn_q_norm", "attn_k_norm")
         | {"attn_sinks.weight": "sink: heads"},
         optional=("sink",),
-        **_OF_GGUF,
         function=left_to_config("qk_norm softcap window", rotary=RotaryRule()),
         note="GGUF of architectures whose rows are kept as Hugging Face has them: qwen2, qwen3, "
         "gemma, starcoder2, gpt-oss. Names and shapes are those of gguf-llama: the field "
         f"general.architecture tells; {_READ}",
     ),
-    describe_layout(
+    _gguf(
         name="gguf-fused",
         tensors=qkv_fused_by_projection("attn_qkv", "attn_output", kv_heads="kv_heads"),
-        **_OF_GGUF,
         function=left_to_config("rotary score_bias window"),
         note="GGUF of gpt2, phi3, bloom, falcon and gptneox: queries, keys and values one after "
         f"the other, whatever order they were fused in before; {_READ}",

@@ -4,6 +4,8 @@ A tree of parameters is written flat: with dots, as `flatten_dict(sep=".")` and 
 exports do, or with slashes where the library itself names a tensor so.
 """
 
+from functools import partial
+
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, RotaryRule
 from headwise.layouts import catalogue
 from headwise.layouts.catalogue import APART, describe_layout, projections
@@ -36,18 +38,19 @@ def _three_axis_kernels(
     }
 
 
+_library = partial(describe_layout, mask="True attends")
+
 LAYOUTS = (
-    describe_layout(
+    _library(
         name="flax",
         tensors=_three_axis_kernels()
         | {"query_ln.scale": "q_norm: head_dim", "key_ln.scale": "k_norm: head_dim"},
         function=AttentionSpec(qk_norm=FROM_CONFIG),
-        mask="True attends",
         source="google/flax, flax/linen/attention.py and flax/nnx/nn/attention.py",
         note="MultiHeadDotProductAttention of Linen, MultiHeadAttention of NNX; Big Vision and "
         f"Scenic use it. {_ON_REQUEST}",
     ),
-    describe_layout(
+    _library(
         name="flax-bert",
         tensors=projections(
             "self.query self.key self.value output.dense",
@@ -63,13 +66,12 @@ LAYOUTS = (
         "encoder.layer.{layer}. norm_1=attention.output.LayerNorm.scale* "
         "norm_2=output.LayerNorm.scale* up=intermediate.dense.kernel* down=output.dense.kernel*",
         columns=True,
-        mask="True attends",
         source="transformers 4, models/bert/modeling_flax_bert.py",
         unchecked="transformers 5 has no models in Flax",
         note="RoBERTa, ELECTRA and other encoders too; flax_model.msgpack, flattened, or its "
         "export to safetensors",
     ),
-    describe_layout(
+    _library(
         name="flax-gpt2",
         tensors={
             "c_attn.kernel": "([wq: heads head_dim | wk: heads head_dim | wv: heads head_dim]) "
@@ -81,24 +83,21 @@ LAYOUTS = (
         where={"self": "h.{layer}.attn."},
         outside="tokens=wte.embedding positions=wpe.embedding final_norm=ln_f.scale* | h.{layer}. "
         "norm_1=ln_1.scale* norm_2=ln_2.scale* up=mlp.c_fc.kernel* down=mlp.c_proj.kernel*",
-        mask="True attends",
         source="transformers 4, models/gpt2/modeling_flax_gpt2.py, FlaxConv1D",
         unchecked="transformers 5 has no models in Flax",
         note="kernels here are stored as torch stores a linear layer, against the habit of Flax "
         "and against gpt2 itself",
     ),
-    describe_layout(
+    _library(
         name="keras",
         tensors=_three_axis_kernels(value_dim="value_dim", mark="/"),
-        mask="True attends",
         source="keras-team/keras, keras/src/layers/attention/multi_head_attention.py",
         note="MultiHeadAttention, names as in variable.path behind the layer's own; its key_dim is "
         f"that of one head. {_ON_REQUEST}",
     ),
-    describe_layout(
+    _library(
         name="keras-gqa",
         tensors=_three_axis_kernels(kv_heads="kv_heads", mark="/"),
-        mask="True attends",
         source="keras-team/keras, keras/src/layers/attention/grouped_query_attention.py",
         note=f"GroupQueryAttention; names as in keras. {_ON_REQUEST}",
     ),
@@ -138,22 +137,20 @@ LAYOUTS = (
         note="layers not scanned. One table of distances, relpos_bias.rel_embedding, of axes "
         "(heads buckets), serves all layers and stands outside of them",
     ),
-    describe_layout(
+    _library(
         name="haiku",
         tensors=projections("query key value linear", leaves=("/w", "/b"), columns=True, **APART),
-        mask="True attends",
         source="google-deepmind/dm-haiku, haiku/_src/attention.py",
         note=f"haiku.MultiHeadAttention: a module's name and its parameter's. {_ON_REQUEST}",
     ),
-    describe_layout(
+    _library(
         name="equinox",
         tensors=projections("query_proj key_proj value_proj output_proj", **APART),
-        mask="True attends",
         axes="length width",
         source="patrick-kidger/equinox, equinox/nn/_attention.py",
         note=f"equinox.nn.MultiheadAttention, of one sequence at a time. {_ON_REQUEST}",
     ),
-    describe_layout(
+    _library(
         name="levanter",
         tensors={
             "q_proj.weight": "wq: kv_heads group head_dim embed_dim",
@@ -168,7 +165,6 @@ LAYOUTS = (
             "k_norm.weight": "k_norm: head_dim",
         },
         function=catalogue.left_to_config("scale softcap qk_norm", rotary=RotaryRule()),
-        mask="True attends",
         source="stanford-crfm/levanter, src/levanter/layers/attention.py",
         unchecked="it needs releases of JAX and Haliax that do not install beside the others",
         note="one layer's arrays of Haliax, whose axes have these names; layers are stacked in its "

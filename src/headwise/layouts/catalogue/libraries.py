@@ -1,5 +1,6 @@
 """Libraries of PyTorch: for interpreting, for training, and for building models of parts."""
 
+from functools import partial
 from typing import Any
 
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
@@ -31,12 +32,13 @@ def _transformer_lens_tensors(k: str = "") -> dict[str, str]:
     }
 
 
-_LENS: dict[str, Any] = {
-    "where": {"self": "blocks.{layer}.attn."},
-    "root": "",
-    "beside": ("mask", "IGNORE", "rotary_sin", "rotary_cos"),
-    "optional": ("sink",),
-}
+_lens = partial(
+    describe_layout,
+    where={"self": "blocks.{layer}.attn."},
+    root="",
+    beside=("mask", "IGNORE", "rotary_sin", "rotary_cos"),
+    optional=("sink",),
+)
 _LENS_BLOCKS = catalogue.weights_outside_attention(
     "| blocks.{layer}. norm_1=ln1.w* norm_2=ln2.w* gate=mlp.W_gate up=mlp.W_in "
     "up_bias=mlp.b_in down=mlp.W_out down_bias=mlp.b_out",
@@ -199,30 +201,35 @@ def _litgpt_layout(*, legacy: bool) -> Layout:
     )
 
 
+_llama3 = partial(
+    describe_layout,
+    where={"self": "layers.{layer}.attention."},
+    outside=META,
+    function=AttentionSpec(rotary=RotaryRule()),
+    rows="interleaved",
+)
+
 LAYOUTS = (
-    describe_layout(
+    _lens(
         name="transformer-lens",
         tensors=_transformer_lens_tensors(),
         outside=_LENS_DECODER,
         function=OPEN,
-        **_LENS,
         source=_LENS_SOURCE,
         note=f"HookedTransformer, {_AS_IT_WAS}. {_IN_ITS_OWN}",
     ),
-    describe_layout(
+    _lens(
         name="transformer-lens-gqa",
         tensors=_transformer_lens_tensors("_"),
         outside=_LENS_DECODER,
         function=OPEN,
-        **_LENS,
         source="TransformerLens 3, transformer_lens/components/grouped_query_attention.py",
         note=f"HookedTransformer with n_key_value_heads, {_AS_IT_WAS}. {_IN_ITS_OWN}",
     ),
-    describe_layout(
+    _lens(
         name="transformer-lens-encoder",
         tensors=_transformer_lens_tensors(),
         outside=_LENS_ENCODER,
-        **_LENS,
         function=catalogue.left_to_config("scale qk_norm"),
         source="TransformerLens 3, transformer_lens/HookedEncoder.py",
         note="HookedEncoder, which is BERT: its norms stand behind attention and MLP. "
@@ -271,27 +278,19 @@ LAYOUTS = (
     ),
     _torchtune_layout(rows="interleaved"),
     _torchtune_layout(rows="half-split"),
-    describe_layout(
+    _llama3(
         name="torchtitan",
         tensors=projections("qkv_linear.wq qkv_linear.wk qkv_linear.wv wo", kv_heads="kv_heads"),
-        where={"self": "layers.{layer}.attention."},
-        outside=META,
-        function=AttentionSpec(rotary=RotaryRule()),
-        rows="interleaved",
         source="pytorch/torchtitan, torchtitan/models/common/attention.py",
         unchecked=_NOT_RELEASED,
         note="of Llama 3, as it is today; before, its files were in llama-meta's layout. Models "
         "with norms of queries and keys, such as Qwen 3, have the other pairing",
     ),
-    describe_layout(
+    _llama3(
         name="gpt-fast",
         tensors=qkv_fused_by_projection("wqkv", "wo", kv_heads="kv_heads", bias=False),
-        where={"self": "layers.{layer}.attention."},
         root="",
-        outside=META,
         beside=("kv_cache.*",),
-        function=AttentionSpec(rotary=RotaryRule()),
-        rows="interleaved",
         mask="True attends",
         source="pytorch-labs/gpt-fast, model.py",
         unchecked="it is a script, not a package",

@@ -5,6 +5,7 @@ tensor-parallel processes are joined where a layout names the axes that they div
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
@@ -21,14 +22,14 @@ _LEGACY: dict[str, Any] = {
 }
 _OPEN = catalogue.left_to_config("rotary qk_norm window")
 _CORE = "NVIDIA/Megatron-LM, megatron/core/transformer/attention.py"
-_MEGATRON: dict[str, Any] = {"function": _OPEN, "source": _CORE, **_LEGACY}
-_TRANSFORMER_ENGINE: dict[str, Any] = _MEGATRON | {
-    "axes": None,
-    "sharded": (),
-    "source": "NVIDIA/TransformerEngine, "
-    "transformer_engine/pytorch/attention/multi_head_attention.py",
-    "unchecked": "its modules run on a GPU of NVIDIA's only",
-}
+_megatron = partial(describe_layout, function=_OPEN, source=_CORE, **_LEGACY)
+_engine = partial(
+    _megatron,
+    axes=None,
+    sharded=(),
+    source="NVIDIA/TransformerEngine, transformer_engine/pytorch/attention/multi_head_attention.py",
+    unchecked="its modules run on a GPU of NVIDIA's only",
+)
 _NEEDS_A_CLUSTER = "its layers are built only within its own parallel runtime"
 _MAY_TURN = "Rotary is half-split unless rotary_interleaved is set."
 _ON_REQUEST = "Tested on request: pip install headwise[libraries]"
@@ -42,29 +43,25 @@ _GATED_MLP = " gate+up=mlp.linear_fc1.weight"
 _PLAIN_MLP = " up=mlp.linear_fc1.*"
 _MEGATRON_OUT = output_projection("linear_proj")
 _MEGATRON_NORMS = catalogue.head_norms("q_layernorm", "k_layernorm", bias=True)
-_SELF = {"self": "decoder.layers.{layer}.self_attention."}
+_core = partial(_megatron, where={"self": "decoder.layers.{layer}.self_attention."})
 
 _GROUPED = catalogue.qkv_fused_by_group("linear_qkv") | _MEGATRON_OUT | _MEGATRON_NORMS
 _MEGATRON_CORE = (
-    describe_layout(
+    _core(
         name="megatron",
         tensors=_GROUPED,
-        where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON + _GATED_MLP,
-        **_MEGATRON,
         note="of Megatron core, for models with a gated MLP such as Llama; NeMo fuses the same "
         f"way. {_MAY_TURN} {_ON_REQUEST}",
     ),
-    describe_layout(
+    _core(
         name="megatron-gpt",
         tensors=_GROUPED,
-        where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON + _PLAIN_MLP,
-        **_MEGATRON,
         note="of Megatron core, for models with an MLP of two matrices such as GPT. "
         f"{_MAY_TURN} {_ON_REQUEST}",
     ),
-    describe_layout(
+    _core(
         name="megatron-gated",
         tensors=catalogue.fused_projection_by_pattern(
             "linear_qkv",
@@ -73,17 +70,13 @@ _MEGATRON_CORE = (
         )
         | _MEGATRON_OUT
         | _MEGATRON_NORMS,
-        where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON + _GATED_MLP,
-        **_MEGATRON
-        | {
-            "function": replace(_OPEN, output_gate="channel"),
-            "source": f"{_CORE}, attention_output_gate",
-        },
+        function=replace(_OPEN, output_gate="channel"),
+        source=f"{_CORE}, attention_output_gate",
         unchecked="no release with attention_output_gate was run beside it",
         note="each head's outputs are multiplied by the sigmoid of a gate of their own",
     ),
-    describe_layout(
+    _megatron(
         name="megatron-cross",
         tensors={
             "linear_q.weight": "wq: (heads head_dim) embed_dim",
@@ -93,7 +86,6 @@ _MEGATRON_CORE = (
         }
         | _MEGATRON_OUT,
         where={"cross": "decoder.layers.{layer}.cross_attention."},
-        **_MEGATRON,
         note="of Megatron core, beside megatron or megatron-gpt. " + _ON_REQUEST,
     ),
 )
@@ -132,21 +124,19 @@ _LEGACY_LAYOUTS = (
 
 _TE_REST = output_projection("proj") | catalogue.head_norms("q_norm", "k_norm", bias=True)
 _ENGINE = (
-    describe_layout(
+    _engine(
         name="transformer-engine",
         tensors=catalogue.qkv_fused_by_group("qkv") | _TE_REST,
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=True; "
         "rotary is half-split unless rotary_pos_interleaved is set",
-        **_TRANSFORMER_ENGINE,
     ),
-    describe_layout(
+    _engine(
         name="transformer-engine-stacked",
         tensors=qkv_fused_by_projection("qkv", kv_heads="kv_heads") | _TE_REST,
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=False; "
         "same names and shapes as transformer-engine",
-        **_TRANSFORMER_ENGINE,
     ),
-    describe_layout(
+    _engine(
         name="transformer-engine-separate",
         tensors={
             name.replace("qkv.q.", "qkv.query_")
@@ -158,9 +148,8 @@ _ENGINE = (
         }
         | _TE_REST,
         note="MultiheadAttention with fuse_qkv_params=False, as it is by default",
-        **_TRANSFORMER_ENGINE,
     ),
-    describe_layout(
+    _engine(
         name="transformer-engine-layer",
         tensors=catalogue.qkv_fused_by_group("layernorm_qkv") | _TE_REST,
         where={"self": "layers.{layer}.self_attention."},
@@ -168,8 +157,7 @@ _ENGINE = (
         "norm_2=layernorm_mlp.layer_norm_* down=layernorm_mlp.fc2_* "
         "gate+up=layernorm_mlp.fc1_weight",
         note="TransformerLayer with fuse_qkv_params=True and activation swiglu",
-        **_TRANSFORMER_ENGINE
-        | {"source": "NVIDIA/TransformerEngine, transformer_engine/pytorch/transformer.py"},
+        source="NVIDIA/TransformerEngine, transformer_engine/pytorch/transformer.py",
     ),
 )
 

@@ -1,6 +1,6 @@
 """torch's own layers, and those that took over their names."""
 
-from typing import Any
+from functools import partial
 
 from headwise.layouts import catalogue
 from headwise.layouts.catalogue import describe_layout, projections, qkv_fused_by_projection
@@ -21,27 +21,27 @@ _LAYER = (
     "pooler=pooler.dense.* | layers.{layer}. norm_1=norm1.* norm_2=norm2.* up=linear1.* "
     "down=linear2.*"
 )
-_OF_TORCH: dict[str, Any] = {
-    "where": _WHERE,
-    "outside": _LAYER,
-    "mask": "True hides",
-    "axes": None,
-    "optional": ("extra_k", "extra_v"),
-}
+_of_torch = partial(
+    describe_layout,
+    where=_WHERE,
+    outside=_LAYER,
+    mask="True hides",
+    axes=None,
+    optional=("extra_k", "extra_v"),
+)
 _ABOUT_EXTRA = (
     "bias_k and bias_v, of add_bias_kv=True, are one more key and value behind the others"
 )
 
 LAYOUTS = (
-    describe_layout(
+    _of_torch(
         name="torch-packed",
         tensors=_PACKED | _EXTRA,
-        **_OF_TORCH,
         source="torch, torch/nn/modules/activation.py and transformer.py",
         note="nn.MultiheadAttention, and nn.TransformerEncoder around it; batch_first tells the "
         f"order of axes. {_ABOUT_EXTRA}. add_zero_attn=True is in no tensor",
     ),
-    describe_layout(
+    _of_torch(
         name="torch-separate",
         tensors={
             "q_proj_weight": "wq: (heads head_dim) embed_dim",
@@ -51,16 +51,14 @@ LAYOUTS = (
             **_OUT,
             **_EXTRA,
         },
-        **_OF_TORCH,
         source="torch, torch/nn/modules/activation.py",
         note="nn.MultiheadAttention with another width of keys and values: parameters of their own "
         "without `.weight`, and one fused bias. Keys and values must come from one source",
     ),
-    describe_layout(
+    _of_torch(
         name="torch-quantizable",
         tensors=projections("linear_Q linear_K linear_V") | _OUT | _EXTRA,
         beside=("in_proj_weight", "in_proj_bias"),
-        **_OF_TORCH,
         source="torch, torch/ao/nn/quantizable/modules/activation.py",
         note="holds in_proj_weight and in_proj_bias as well, and uses neither. With "
         "batch_first=True torch 2.13 puts batch and length together in the wrong order",

@@ -48,7 +48,6 @@ class Band(clause.IntervalClause):
 
     @property
     def is_causal(self) -> bool:
-        """True if the clause is exactly the top-left causal mask."""
         return self.left == BOUNDLESS and bool(self.right == 0)
 
     def key_range(self, first: int, stop: int) -> Span:

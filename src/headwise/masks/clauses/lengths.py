@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class PaddingClause(clause.IntervalClause):
 
     tensor_fields = ("numbers",)
     integer_fields = ("axis",)
+    keeps_least: ClassVar[bool]  # of the numbers of two clauses, else the most
 
     numbers: Tensor
     axis: int
@@ -34,6 +35,12 @@ class PaddingClause(clause.IntervalClause):
     @abstractmethod
     def real_positions(self, numbers: Numbers, size: int) -> tuple[Numbers, Numbers]:
         """First real position and stop of sequences with these numbers, on an axis of this size."""
+
+    def merged(self, other: Clause) -> PaddingClause | None:
+        if type(other) is not type(self) or other.axis != self.axis:
+            return None
+        pick = torch.minimum if self.keeps_least else torch.maximum
+        return type(self)(pick(self.numbers, other.numbers), self.axis)
 
     def _is_real(self, position: Tensor, numbers: Tensor, size: int) -> Tensor:
         first, stop = self.real_positions(numbers, size)
@@ -114,6 +121,7 @@ class Lengths(PaddingClause):
     """``numbers[b]`` positions are real; bound, they are the first ones, or it is a `Starts`."""
 
     kind = "lengths"
+    keeps_least = True
 
     side: Side = "right"  # where the padding stands
 
@@ -126,11 +134,6 @@ class Lengths(PaddingClause):
     def real_positions(self, numbers: Numbers, size: int) -> tuple[Numbers, Numbers]:
         return 0 * numbers, numbers
 
-    def merged(self, other: Clause) -> Lengths | None:
-        if not isinstance(other, Lengths) or other.axis != self.axis:
-            return None
-        return Lengths(torch.minimum(self.numbers, other.numbers), self.axis)
-
     def __str__(self) -> str:
         side = ", left-padded" if self.side == "left" else ""
         return f"lengths({MATRIX_AXES[self.axis]}{side})"
@@ -141,14 +144,10 @@ class Starts(PaddingClause):
     """The positions from ``numbers[b]`` on are real: padding stands before."""
 
     kind = "starts"
+    keeps_least = False
 
     def real_positions(self, numbers: Numbers, size: int) -> tuple[Numbers, Numbers]:
         return numbers, 0 * numbers + size
-
-    def merged(self, other: Clause) -> Starts | None:
-        if not isinstance(other, Starts) or other.axis != self.axis:
-            return None
-        return Starts(torch.maximum(self.numbers, other.numbers), self.axis)
 
     def first_real_keys(self) -> Tensor | None:
         return self.numbers if self.axis == KEYS else None

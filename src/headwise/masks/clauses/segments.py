@@ -111,8 +111,13 @@ class PackedRow(clause.IntervalClause):
             )
         axes = (("queries", sizes.queries), ("keys", sizes.keys))
         for (axis, size), offsets in zip(axes, self.tensors(), strict=True):
-            if may_check_values(offsets):
-                _check_offsets(offsets.tolist(), axis, size)
+            ends = offsets.tolist() if may_check_values(offsets) else [0]
+            if any(a > b for a, b in pairwise(ends)) or ends[0] < 0 or ends[-1] > size:
+                raise MaskError(
+                    saw=f"offsets {ends[:4]} to {ends[-1]} for {size} {axis}",
+                    needed=f"cumulative lengths that do not fall, from 0 to at most {size}",
+                    do="e.g. Mask.packed(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))",
+                )
         return self
 
     def key_interval_per_query(
@@ -197,12 +202,3 @@ def _find_segment_spans(ids: Tensor, batch: int) -> list[dict[int, Span]] | None
             return None
         rows.append(dict(runs))
     return rows * batch if len(rows) == 1 else rows
-
-
-def _check_offsets(offsets: list[int], axis: str, size: int) -> None:
-    if any(a > b for a, b in pairwise(offsets)) or offsets[0] < 0 or offsets[-1] > size:
-        raise MaskError(
-            saw=f"offsets {offsets[:4]} to {offsets[-1]} for {size} {axis}",
-            needed=f"cumulative lengths that do not fall, from 0 to at most {size}",
-            do="e.g. Mask.packed(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))",
-        )

@@ -57,7 +57,6 @@ def attend_one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Ten
 def dense_result(
     problem: KernelInput, v: Tensor | None, y: Tensor | None, requested: Requested
 ) -> KernelResult:
-    """Return the requested results from dense weights."""
     exact, queries, keys = problem.accumulation_dtype, problem.q.shape[2], problem.k.shape[2]
     result = tiled.initial_result(problem.q, problem.k, v, y, requested)
     if 0 in (queries, keys):

@@ -23,7 +23,6 @@ def choose_kernel(task: Task) -> tuple[Kernel, str]:
 
 
 def run_kernel(task: Task) -> KernelResult:
-    """Return the requested results, from the kernel that `choose_kernel` returns."""
     kernel, _ = choose_kernel(task)
     return kernel.run(task.zeroed() if kernel.reads_padding else task)
 
@@ -67,7 +66,6 @@ class Explanation:
 
 
 def explain_kernels(problem: KernelInput, v: Tensor) -> Explanation:
-    """Return the kernels of all results of this matrix, for values shaped like ``v``."""
     y = v.new_zeros(()).expand(*problem.q.shape[:3], v.shape[3])
     tasks = {
         "A @ v": Task(problem, v=v),

@@ -48,7 +48,6 @@ class KernelInput:
 
     @property
     def group(self) -> int:
-        """Number of query heads for each kv head."""
         return self.q.shape[1] // self.k.shape[1]
 
     @property
@@ -91,7 +90,6 @@ class KernelResult(NamedTuple):
 
 
 def result_of_outputs_only(out: Tensor) -> KernelResult:
-    """Return a result with head outputs alone."""
     return KernelResult(out, *[out.new_empty(0)] * (len(KernelResult._fields) - 1))
 
 

@@ -25,7 +25,6 @@ from headwise.support.tracing import needs_plain_torch, without_autocast
 
 
 def weights_of_queries(problem: KernelInput, index: Tensor) -> Tensor:
-    """Return the weights of the queries in ``index``, (batch, heads, rows, keys)."""
     with without_autocast(problem.q):
         s = problem.scores_of_queries(index)
         return stages.weights_from_scores(s, problem.sink).to(problem.q.dtype)

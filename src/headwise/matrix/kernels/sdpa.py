@@ -180,12 +180,10 @@ def head_outputs_without_options(q: Tensor, k: Tensor, v: Tensor, *, scale: floa
 
 
 def has_strided_last_axis(tensor: Tensor) -> bool:
-    """True if the last stride of an operand makes torch leave its fused path."""
     return tensor.shape[-1] > 1 and tensor.stride(-1) != 1
 
 
 def with_unit_stride(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if its last stride is not 1."""
     return tensor.contiguous() if has_strided_last_axis(tensor) else tensor
 
 

@@ -72,7 +72,6 @@ def row_largest_weight(sink: Tensor | None, result: KernelResult) -> Tensor:
 def compute_results(
     problem: KernelInput, v: Tensor | None, y: Tensor | None, requested: Requested
 ) -> KernelResult:
-    """Compute the requested results in one pass over the matrix."""
     result = initial_result(problem.q, problem.k, v, y, requested)
     # Sums over queries stay in the accumulation dtype and are cast once at the end.
     transposed = result.transposed.to(problem.accumulation_dtype)

@@ -142,7 +142,6 @@ def separate_tensors(value: Any) -> tuple[list[Tensor], Any]:
 
 
 def restore_tensors(tensors: Iterable[Tensor], form: Any) -> Any:
-    """Return the containers with these tensors: the inverse of `separate_tensors`."""
     each = iter(tensors)
     return map_leaves(lambda x: next(each) if x is Tensor else x, form)
 

@@ -225,7 +225,6 @@ class BlockMap:
         return int(self.touched_blocks.stop - self.touched_blocks.start)
 
     def positions_per_block(self) -> list[int]:
-        """Return the number of the span's positions in each touched block."""
         touched = range(self.touched_blocks.start, self.touched_blocks.stop + 1)
         starts = [-(-block * self.length // self.blocks) for block in touched]
         inside = [min(max(start, self.span.start), self.span.stop) for start in starts]

@@ -63,7 +63,6 @@ class VarlenKernel(Kernel):
         return None if division else "the mask does not divide the matrix into sequences"
 
     def choice_reason(self, task: Task) -> str:
-        """Return the number of sequences."""
         return f"{len(task.cache['division'].rectangles)} sequences, each a separate matrix"
 
     def run(self, task: Task) -> KernelResult:

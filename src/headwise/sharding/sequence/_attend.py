@@ -299,7 +299,6 @@ def choose_way(
 
 
 def find_heads_refusal(heads: int, kv_heads: int, ranks: int) -> str | None:
-    """Return why heads cannot be divided over ranks, or None."""
     if heads % ranks:
         return f"{ranks} ranks do not divide {heads} heads"
     if kv_heads % ranks and ranks % kv_heads:
@@ -342,7 +341,6 @@ def _count_elements(
 
 
 def count_pairs_in_bands(scores: SequenceScores, rank: int) -> int:
-    """Return the number of (query, key) pairs inside the mask's bands, for a rank's queries."""
     band, sizes = scores.mask.band, scores.sizes
     if band is None:
         return scores.queries.lengths[rank] * sizes.keys

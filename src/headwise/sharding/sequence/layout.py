@@ -190,11 +190,9 @@ class SharedTokens(collectives.TokenGroup):
 
     @property
     def runs(self) -> tuple[Span, ...]:
-        """The positions of this rank's tokens, run by run."""
         return self.layout.spans[self.rank]
 
     def gather(self, x: Tensor, *, dim: int = 2) -> Tensor:
-        """Return the whole sequence on every rank."""
         tokens_first = collectives.exchange(collectives.WHOLE, x.movedim(dim, 0), self)
         return self.layout.to_sequence_order(tokens_first, dim=0).movedim(0, dim)
 

@@ -18,12 +18,13 @@ from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import checks
 from headwise.matrix.kernels.dispatch import Explanation
 from headwise.matrix.kernels.kernel import accumulation_dtype
-from headwise.matrix.operator import AttentionMatrix, LeftOperand, Statistics
+from headwise.matrix.operator import AttentionMatrix, Statistics
 from headwise.sharding.collectives import sum_forward_and_backward
 from headwise.sharding.sequence.layout import SequenceLayout
 from headwise.sharding.sequence.scores import SequenceOptions, agree_on_scores
 from headwise.support.arguments import require_tensors
 from headwise.support.text import MATRIX_AXES
+from headwise.support.tracing import LeftOperand
 
 CALL = "SequenceMatrix(q, k, mesh)"
 

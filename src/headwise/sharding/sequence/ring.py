@@ -113,7 +113,6 @@ class _MergedOutputs:
         total.copy_(both)
 
     def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return outputs, shift and log sum of each row, with the sink."""
         shift = softmax_shift(self.peak, sink)
         total = self.total * (self.peak - shift).exp()
         if sink is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -31,29 +31,20 @@ from headwise.support.tracing import is_autocast_enabled
 class SequenceOptions:
     """Layouts, and options of an attention matrix for the whole sequence; see `attend`."""
 
-    layout: SequenceLayout | None
-    key_layout: SequenceLayout | None
-    mask: Mask
-    score_bias: ScoreBias
-    scale: float | None
-    softcap: float | None
-    sink: Tensor | None
+    layout: SequenceLayout | None = None
+    key_layout: SequenceLayout | None = None
+    mask: Mask = NO_MASK
+    score_bias: ScoreBias = biases.NO_BIAS
+    scale: float | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
 
     @classmethod
-    def given(
-        cls,
-        layout: SequenceLayout | None = None,
-        key_layout: SequenceLayout | None = None,
-        mask: Mask | None = None,
-        score_bias: ScoreBias | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sink: Tensor | None = None,
-    ) -> SequenceOptions:
-        """Return the options that a caller gives; nothing is checked."""
-        mask = NO_MASK if mask is None else mask
-        score_bias = biases.NO_BIAS if score_bias is None else score_bias
-        return cls(layout, key_layout, mask, score_bias, scale, softcap, sink)
+    def given(cls, *options: Any, **named: Any) -> SequenceOptions:
+        """Return the options that a caller gives, None for the usual; nothing is checked."""
+        names = (field.name for field in fields(cls))
+        named |= zip(names, options, strict=False)
+        return cls(**{name: option for name, option in named.items() if option is not None})
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +63,11 @@ class SequenceScores:
         return Span(first, min(stop, self.sizes.keys))
 
     def matrix_part_of_all_sequences(self, queries: Span, keys: Span) -> MatrixPart:
-        """Return these queries and keys of all sequences of the batch."""
         return MatrixPart(Span(0, self.sizes.batch), queries, keys)
 
     def matrix_of_query_and_key_run(
         self, q: Tensor, k: Tensor, *, queries: Span, keys: Span
     ) -> AttentionMatrix:
-        """Return the matrix of the queries and keys of two runs, with its part of the mask."""
         place, options = self.matrix_part_of_all_sequences(queries, keys), self.options
         clauses = self.mask.cut_to_part(place).clauses if queries.size else ()
         return AttentionMatrix(
