@@ -206,7 +206,6 @@ class ScanOptions:
         return len(texts) > 1 or any(path.is_dir() for path in texts)
 
     def _require_one_way(self) -> None:
-        """Raise OptionError for options that do not go with --part, --merge or --processes."""
         shared = (self.processes or 1) > 1
         used = self._given("merge", "part", *(["processes"] if shared else []))
         if self.merge:
@@ -529,7 +528,6 @@ def _scan_part(
 
 
 def _scan_in_processes(plan: PlannedScan, options: ScanOptions, progress: output.Progress) -> None:
-    """Scan a corpus in several processes, and exit with status 1 if a text was not scanned."""
     from headwise.scanning.workers import scan_in_processes
 
     assert options.out is not None

@@ -60,7 +60,7 @@ def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -
     scale = colours.ListedColormap(
         [np.array(report.diverging_colour(step)) / 255 for step in steps]
     )
-    label, values = report.change_label(diff, name), diff[name].numpy()
+    label, values = f"change of {diff.before.definition(name).label}", diff[name].numpy()
     with _paper_text_style_context():
         title = f"{_models(diff)}: {label}"
         return _draw_grid(values, title, label, ax, width, cmap=scale, vmin=-end, vmax=end)

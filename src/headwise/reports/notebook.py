@@ -73,12 +73,6 @@ def diff_html(diff: ScanDiff) -> str:
     name = report.most_changed_statistic(diff)
     if name is None:
         return f"<div>{_caption_html(repr(diff))}{report.NO_CHANGE}</div>"
-    rows = "".join(f"<li>{escape(change.sentence)}</li>" for change in diff.changes())
-    largest = f"<div>{report.CHANGE_RULE}</div><ul>{rows}</ul>" if rows else report.NO_CHANGE
-    return f"<div>{_caption_html(repr(diff))}{_signed_grid_html(diff, name)}{largest}</div>"
-
-
-def _signed_grid_html(diff: ScanDiff, name: str) -> str:
     change, end = diff[name], report.change_scale_end(diff, name)
     rows = "".join(
         f"<tr><th>{index}</th>{''.join(_table_cell_html(value, end) for value in row)}</tr>"
@@ -87,7 +81,10 @@ def _signed_grid_html(diff: ScanDiff, name: str) -> str:
     heads = "".join(f"<th>{head}</th>" for head in range(change.shape[1]))
     title = f"Change of {escape(diff.before.definition(name).label)}. A row is a layer, a column "
     title += f"a head. Colours: −{end:.3g} to {end:.3g}."
-    return f"<div>{title}</div><table><tr><th></th>{heads}</tr>{rows}</table>"
+    grid = f"<div>{title}</div><table><tr><th></th>{heads}</tr>{rows}</table>"
+    items = "".join(f"<li>{escape(change.sentence)}</li>" for change in diff.changes())
+    largest = f"<div>{report.CHANGE_RULE}</div><ul>{items}</ul>" if items else report.NO_CHANGE
+    return f"<div>{_caption_html(repr(diff))}{grid}{largest}</div>"
 
 
 def _table_cell_html(value: float, end: float) -> str:

@@ -53,7 +53,6 @@ def view_scan(
 
 
 def answer_row_request(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:
-    """Return the largest weights of a row, or the reason why there is none."""
     number, layer, head, sequence, query = message["row"]
     if number:
         return {"id": message["id"], "refused": "the model is that of the first scan"}

@@ -64,8 +64,10 @@ class _Watcher:
 
     def note_call(self, call: CapturedCall) -> LayerScan | None:
         """Count a call of a run with all heads, and return its layer if that is selected."""
-        if self._causal:
-            _require_causal(call)
+        if self._causal and not is_causal(call):
+            saw = f"loss=None for a model whose layer {call.layer} attends to later tokens"
+            needed = "a causal model for the default loss, which predicts each next token"
+            raise OptionError(saw=saw, needed=needed, do=PASS_A_LOSS)
         if self._is_new:
             self.tokens, self._is_new = self.tokens + int(call.real_queries.sum()), False
         return self.layers.record_call_and_find_layer(call)
@@ -198,17 +200,13 @@ class Gates(_Watcher):
                 self.notes[f"{layer.name}: the loss does not depend on its heads"] = None
                 gradient = torch.zeros_like(gate)
             by_layer.setdefault(layer.name, (layer, []))[1].append(gradient.double())
-        for layer, of_gates in by_layer.values():
-            _add_gradients(layer, of_gates)
-
-
-def _add_gradients(layer: LayerScan, gradients: list[Tensor]) -> None:
-    """Add the gradients (batch, heads, queries) of all gates of a layer to its sums."""
-    signed = torch.stack([gradient.sum(-1) for gradient in gradients]).sum(0)
-    absolute = torch.stack([gradient.abs().sum(-1) for gradient in gradients]).sum(0)
-    gate, taylor = signed.abs().sum(0).cpu(), absolute.sum(0).cpu()
-    for statistic, total in zip(GRADIENTS, (gate, gate.clone(), taylor), strict=True):
-        layer.add_summary(statistic, {"sum": total, "count": torch.full_like(total, len(signed))})
+        for layer, gradients in by_layer.values():  # (batch, heads, queries) of each of its gates
+            signed = torch.stack([gradient.sum(-1) for gradient in gradients]).sum(0)
+            absolute = torch.stack([gradient.abs().sum(-1) for gradient in gradients]).sum(0)
+            gate, taylor = signed.abs().sum(0).cpu(), absolute.sum(0).cpu()
+            for statistic, total in zip(GRADIENTS, (gate, gate.clone(), taylor), strict=True):
+                summary = {"sum": total, "count": torch.full_like(total, count)}
+                layer.add_summary(statistic, summary)
 
 
 def _mark_layer_missing(layer: LayerScan, reason: str) -> None:
@@ -520,14 +518,6 @@ def is_causal(call: CapturedCall) -> bool:
     rows = torch.tensor([0, (queries - 1) // 2], device=call.matrix.q.device)
     later = torch.arange(keys, device=rows.device) > rows[:, None]
     return not bool(((call.matrix.rows(rows) > 0) & later).any())
-
-
-def _require_causal(call: CapturedCall) -> None:
-    """Raise OptionError if a query attends to a later key."""
-    if not is_causal(call):
-        saw = f"loss=None for a model whose layer {call.layer} attends to later tokens"
-        needed = "a causal model for the default loss, which predicts each next token"
-        raise OptionError(saw=saw, needed=needed, do=PASS_A_LOSS)
 
 
 def find_logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> Tensor:

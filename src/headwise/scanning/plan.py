@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -398,16 +398,7 @@ def require_memory(needed: int, *, what: str, do: str) -> None:
 
 def available_memory(root: Path = Path("/")) -> int:
     """Return the free bytes of the machine, or of a control group if that has fewer."""
-    return min((int(psutil.virtual_memory().available), *_iterate_free_bytes_of_cgroups(root)))
-
-
-def process_memory() -> int:
-    """Return the bytes that this process holds."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def _iterate_free_bytes_of_cgroups(root: Path) -> Iterator[int]:
-    """Yield the free bytes of each control group of the process and of the groups around it."""
+    free = [int(psutil.virtual_memory().available)]
     for line in _read_lines_if_readable(root / "proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)
         inner = Path(path.lstrip("/"))
@@ -419,7 +410,13 @@ def _iterate_free_bytes_of_cgroups(root: Path) -> Iterator[int]:
             if most and now and most[0].isdecimal():  # "max" is no limit
                 # The kernel counts cached files as used, although it can drop them.
                 cached = int(dict(line.split() for line in stat).get("inactive_file", 0))
-                yield max(0, int(most[0]) - int(now[0]) + cached)
+                free.append(max(0, int(most[0]) - int(now[0]) + cached))
+    return min(free)
+
+
+def process_memory() -> int:
+    """Return the bytes that this process holds."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def _read_lines_if_readable(path: Path) -> list[str]:

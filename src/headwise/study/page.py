@@ -17,7 +17,6 @@ HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
 
 
 def render_study_page(result: Study) -> str:
-    """Return the page as HTML."""
     pictures = {answer.question.id: answer_svg(answer) for answer in result.answers}
     template = template_environment().get_template("study.html")
     page = template.render(study=result, pictures=pictures, version=result.setting["headwise"])
@@ -25,7 +24,6 @@ def render_study_page(result: Study) -> str:
 
 
 def answer_svg(answer: Answer) -> str:
-    """Return the picture as an ``svg`` element; its caption is the label for screen readers."""
     question = answer.question
     draw = partial(_draw, answer)
     return draw_svg(draw, answer.fill(question.caption), name=question.id, height=HEIGHT)

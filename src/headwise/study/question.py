@@ -53,7 +53,6 @@ class Question:
 
 
 def load_question(name: str) -> Question:
-    """Load the question with an id from its two files."""
     code = importlib.import_module(f"headwise.study.questions.{name.replace('-', '_')}")
     assert code.__file__ is not None
     text = Path(code.__file__).with_suffix(".md").read_text("utf-8")
@@ -129,14 +128,12 @@ class Answer:
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The rows of the table with their numbers, without the titles."""
         return self._filled_table()[1:]
 
     def _filled_table(self) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(map(self.fill, row)) for row in self.question.table)
 
     def fill(self, template: str) -> str:
-        """Fill a template with this answer's numbers."""
         return fill_template(template, self.numbers)
 
     def as_json(self) -> dict[str, Any]:

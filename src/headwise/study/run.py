@@ -43,8 +43,6 @@ class Study:
     fallback: MissingExtraError | None = None  # the reason why the trained encoder did not run
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain dicts, lists, strings and numbers, with stable keys."""
-
         def explain(missing: MissingExtraError) -> dict[str, str]:
             return {"reason": missing.saw, "remedy": missing.do}
 
@@ -72,7 +70,6 @@ def select_ids(ids: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def answer_questions(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> Study:
-    """Answer the questions with these ids, or all."""
     names = select_ids(ids)
     answers, left_out, whole = [], [], STEPS_PER_QUESTION * len(names)
     for count, name in enumerate(names):

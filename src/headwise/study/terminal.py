@@ -12,7 +12,6 @@ from headwise.study.run import Study
 
 
 def show_study(result: Study, console: Console, *, whole: bool) -> None:
-    """Print each question with its verdict; with ``whole`` also the reason, facts and table."""
     if result.fallback:
         console.print(f"Not the trained encoder: {result.fallback.saw}.", style="yellow")
         console.print(f"To get it: {result.fallback.do}\n", markup=False, soft_wrap=True)

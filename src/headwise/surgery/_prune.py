@@ -20,9 +20,8 @@ from headwise.scanning.weights import unwrap_compiled
 from headwise.support.arguments import require_choice
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
-from headwise.surgery.choice import Choice, Search, Take
+from headwise.surgery.choice import By, Choice, HeadEffects, Journal, Search, Take
 from headwise.surgery.cut import Cut
-from headwise.surgery.effects import By, HeadEffects, Journal
 from headwise.surgery.fit import (
     Decision,
     Repair,

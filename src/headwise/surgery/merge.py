@@ -11,16 +11,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.surgery.channels import (
+from headwise.surgery.cut import Cut, LayerCut
+from headwise.surgery.maps import (
     Channels,
+    How,
+    Maps,
+    cost,
+    fit,
     has_place_for_means,
     key_channels,
     mean_values,
     real_maps,
+    select,
     value_channels,
 )
-from headwise.surgery.cut import Cut, LayerCut
-from headwise.surgery.maps import How, Maps, cost, fit, select
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.moments import InputProducts
 from headwise.surgery.steps import allows, require_free_keys, require_free_values

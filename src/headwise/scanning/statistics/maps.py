@@ -525,11 +525,11 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         if isinstance(self.heads, str):
             return list(range(len(numbers)))
         here = (call.layer_index, call.layer)
-
-        def is_here(layer: Layer) -> bool:
-            return layer in here or (isinstance(layer, str) and fnmatchcase(call.layer, layer))
-
-        chosen = {head for layer, head in self.heads if is_here(layer)}
+        chosen = {
+            head
+            for layer, head in self.heads
+            if layer in here or (isinstance(layer, str) and fnmatchcase(call.layer, layer))
+        }
         return [position for position, number in enumerate(numbers) if number in chosen]
 
     def start(self, call: CapturedCall) -> _Rows:

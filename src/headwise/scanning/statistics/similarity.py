@@ -55,11 +55,6 @@ class KeptRows:
         """Number of heads."""
         return self.counted.shape[1]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the kept weights."""
-        return sum(weights.nbytes for row in self.parts for _, _, weights in row)
-
     def add_tile(self, tile: statistic.WeightTile) -> None:
         """Keep the sampled rows of a tile."""
         self.weights_read += tile.weights.numel()
@@ -179,7 +174,11 @@ class PassOfModel:
         halvings = max(rows.halvings for rows in kept)
         for each in kept:
             each.halve(halvings)
-        while sum(each.num_bytes for each in kept) > MEMORY and len(rows.places) > 1:
+        while (
+            len(rows.places) > 1
+            and sum(weights.nbytes for each in kept for row in each.parts for _, _, weights in row)
+            > MEMORY
+        ):
             halvings += 1
             for each in kept:
                 each.halve(halvings)
@@ -251,7 +250,10 @@ def _compare_heads(layers: Sequence[KeptRows]) -> tuple[Tensor, Tensor]:
     counts = counted.double().T @ counted.double()
     sums, keys = torch.zeros_like(counts), max(layer.keys for layer in layers)
     step = AT_ONCE // (max(layer.heads for layer in layers) * ends[-1] * (1 + keys))
-    for rows in _split_by_sequence(layers[0].places, max(1, step)):
+    start, places = 0, layers[0].places
+    while start < len(places):  # some rows of one sequence
+        stop = min(start + max(1, step), bisect_left(places, (places[start][0] + 1, 0)))
+        rows, start = range(start, stop), stop
         weights = first.new_zeros(len(rows), ends[-1], 1 + keys)
         for end, layer in zip(ends, layers, strict=True):
             layer.fill(weights[:, end - layer.heads : end, : 1 + layer.keys], rows)
@@ -264,14 +266,6 @@ def _compare_heads(layers: Sequence[KeptRows]) -> tuple[Tensor, Tensor]:
             both = group[:, here, None] & group[:, None, :end]
             sums[here, :end] += apart.masked_fill_(~both, 0.0).sum(0)
     return sums, counts
-
-
-def _split_by_sequence(places: Sequence[tuple[int, int]], step: int) -> Iterator[range]:
-    first = 0
-    while first < len(places):
-        stop = min(first + step, bisect_left(places, (places[first][0] + 1, 0)))
-        yield range(first, stop)
-        first = stop
 
 
 def estimate_comparison(

@@ -60,7 +60,6 @@ def check_layer_against_formula(layer: Attention, x: Tensor, source: Tensor) -> 
 def check_einops_against_formula(
     block: EinopsPostNormBlock, x: Tensor, source: Tensor
 ) -> dict[str, Any]:
-    """Check the attention of einops' block, before its residual and norm."""
     weights = SharedWeights.of_linears(block.w_qs, block.w_ks, block.w_vs, block.fc)
     budget = layer_error_budget(x, source, source, weights, num_heads=block.num_heads)
     with record_modules([block.fc]) as runs:

@@ -215,7 +215,6 @@ def compute_stages(layer: Attention, x: Tensor) -> dict[str, Tensor]:
 
 
 def largest_share_of_bound(layer: Attention, replaced: Attention, x: Tensor, form: str) -> float:
-    """Return the largest error of q, k and v over its bound."""
     shares = []
     for name in PROJECTIONS[:3]:
         projection: Any = layer.get_submodule(name)
@@ -249,7 +248,6 @@ def support_status_always_warning(use: Callable[[], object]) -> str:
 
 
 def torch_quantisation_status() -> dict[str, str]:
-    """Return whether torch still supports each way to quantise, by trying each on small tensors."""
     x, small = torch.ones(2, 4), nn.Linear(4, 4)
 
     def tensors() -> Tensor:

@@ -72,7 +72,6 @@ def trace_layers(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def compare_split_first() -> dict[str, Any]:
-    """Split x before the projection, and compare the inputs of q and the output."""
     embed_dim, heads = SIZES["embed_dim"], SIZES["heads"]
     # Frozen, so that the Jacobian by x does not compute gradients of the weights.
     layer = HeadwiseAttention(embed_dim, heads).requires_grad_(False)
@@ -116,7 +115,6 @@ def block_diagonal_copy(layer: HeadwiseAttention) -> HeadwiseAttention:
 def attend_with_split_first(
     x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, *, heads: int
 ) -> Tensor:
-    """Split x into heads, then project each part by its diagonal block."""
     cut = stages.split_heads(x, heads=heads)
     q, k, v = (cut @ diagonal_blocks(w, heads).mT for w in (wq, wk, wv))
     return F.linear(stages.merge_heads(stages.head_outputs(q, k, v)), wo)
@@ -128,8 +126,6 @@ def diagonal_blocks(weight: Tensor, heads: int) -> Tensor:
 
 
 def nonzero_derivatives(layer: HeadwiseAttention, x: Tensor) -> Tensor:
-    """Return where the Jacobian of the last token's q is not zero, bool (entries of q, inputs)."""
-
     def q(token: Tensor) -> Any:
         whole = torch.cat([x[:, :-1], token[None, None]], 1)
         return layer.inner.matrix(whole).q[0, :, -1].flatten()
