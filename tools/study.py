@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headwise.study import page as charts
+from headwise.study import output as charts
 from headwise.study.question import Answer, load_question
 from headwise.study.run import answer_questions
 

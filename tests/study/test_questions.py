@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headwise.study import page as charts
+from headwise.study import output as charts
 from headwise.study import run as catalogue
 from headwise.study.question import Answer, Question, load_question
 from headwise.study.run import answer_question

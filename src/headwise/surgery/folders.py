@@ -138,15 +138,12 @@ class FolderPlan:
         before, after = human_bytes(self.nbytes_before), human_bytes(self.nbytes)
         changes = [f"{name} {new}" for name, (_, new) in self.config.changes.items()]
         stated = f"; config.json: {', '.join(changes)}" if changes else ""
-        size = f"tensors of {after}, {before} before{self._why_no_smaller()}"
-        return f"{size}{stated}; {loads} loads the folder"
-
-    def _why_no_smaller(self) -> str:
+        size = f"tensors of {after}, {before} before"
         merged = any(step.kind == Merge.kind for _, cut in self.cut for step in cut.steps)
-        if not merged or self.form == "full" or self.nbytes < self.nbytes_before:
-            return ""
-        kind = type(self.stored.heads.model).__name__
-        return f", no smaller: {kind} has a key and a value for each head"
+        if merged and self.form != "full" and self.nbytes >= self.nbytes_before:
+            kind = type(self.stored.heads.model).__name__
+            size += f", no smaller: {kind} has a key and a value for each head"
+        return f"{size}{stated}; {loads} loads the folder"
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of an attention, by their names in the file."""

@@ -99,7 +99,13 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
     heads = ModelHeads(model)
     fitted = heads.fit(cut)
     if heads.layers:
-        return _replace_layers(fitted, heads)
+        made: Any = copy.deepcopy(model)
+        for name, layer in fitted:
+            smaller = cut_layer(layer, heads.layers[name])
+            if not name:  # the model is the layer
+                return smaller
+            made.set_submodule(name.rstrip("."), smaller)
+        return made
     states = heads.read(fitted)
     config = find_plain_config(heads, states.items())
     for name, biases in ({} if config.obstacle else config.biases).items():
@@ -110,16 +116,6 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
     resize(made, heads, fitted, changed)
     if not config.obstacle:
         _set_config(made, config)
-    return made
-
-
-def _replace_layers(cut: Cut, heads: ModelHeads) -> Any:
-    made = copy.deepcopy(heads.model)
-    for name, layer in cut:
-        smaller = cut_layer(layer, heads.layers[name])
-        if not name:  # the model is the layer
-            return smaller
-        made.set_submodule(name.rstrip("."), smaller)
     return made
 
 

@@ -44,7 +44,14 @@ class HeadPlaces:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.state: Mapping[str, Tensor] = dict(model.state_dict())
-        self.config: dict[str, Any] = _config_of(model)
+        to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+        if to_dict is None:
+            raise OptionError(
+                saw=f"a {type(model).__name__} without a config",
+                needed="a model of transformers",
+                do="cut single layers of headwise: headwise.surgery.cut_layer",
+            )
+        self.config: dict[str, Any] = dict(to_dict())
         places = find_model_places(model)
         if not places:
             raise OptionError(
@@ -84,16 +91,16 @@ class HeadPlaces:
                 do="make the cut of this model: headwise.surgery.ModelHeads(model).whole()",
             )
         self._require_same_heads_in_stacks(cut)
-        return Cut({name: self._fit_layer(name, layer) for name, layer in cut})
-
-    def _fit_layer(self, name: str, cut: LayerCut) -> LayerCut:
-        heads, spec = cut.origins, self.specs[name]
-        is_full = len(heads.kv) == len(heads.query)
-        if is_full or name not in self.places or spec.num_kv_heads != spec.num_heads:
-            return cut
-        modules = modules_of(self.model, self.places[name])
-        shares = any(hasattr(module, word) for module in modules for word in KV_HEADS)
-        return cut if shares else cut.expand(len(heads.query))
+        layers = dict(cut.layers)
+        for name, layer in cut:
+            heads, spec = layer.origins, self.specs[name]
+            is_full = len(heads.kv) == len(heads.query)
+            if is_full or name not in self.places or spec.num_kv_heads != spec.num_heads:
+                continue
+            modules = modules_of(self.model, self.places[name])
+            if not any(hasattr(module, word) for module in modules for word in KV_HEADS):
+                layers[name] = layer.expand(len(heads.query))
+        return Cut(layers)
 
     @property
     def stacks(self) -> list[tuple[str, ...]]:
@@ -258,17 +265,6 @@ def modules_of(model: nn.Module, place: Place) -> Iterable[nn.Module]:
         parent = owner.rpartition(".")[0]
         if not parent.startswith(path):
             yield model.get_submodule(parent)
-
-
-def _config_of(model: nn.Module) -> dict[str, Any]:
-    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
-    if to_dict is None:
-        raise OptionError(
-            saw=f"a {type(model).__name__} without a config",
-            needed="a model of transformers",
-            do="cut single layers of headwise: headwise.surgery.cut_layer",
-        )
-    return dict(to_dict())
 
 
 def _require_plain_weights(state: Mapping[str, Tensor]) -> None:

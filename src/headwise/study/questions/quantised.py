@@ -174,7 +174,12 @@ def measure(progress: question.Progress) -> dict[str, Any]:
 
 
 def compare_forms(layer: Attention, x: Tensor) -> dict[str, Any]:
-    layers = {name: replace_projections(layer, x, form) for name, form in FORMS.items()}
+    merged, layers = merge_heads(layer.head_outputs(x)), {}
+    for name, form in FORMS.items():
+        layers[name] = copy.deepcopy(layer)
+        for path in PROJECTIONS:
+            inputs = merged if path == "out_proj" else x
+            layers[name].set_submodule(path, form(layer.get_submodule(path), inputs))  # type: ignore[arg-type]
     exact = compute_stages(copy.deepcopy(layer).double(), x.double())
     tensors = {name: compute_stages(replaced, x) for name, replaced in layers.items()}
     # The root mean square error of each stage as a share of its size.
@@ -195,15 +200,6 @@ def compare_forms(layer: Attention, x: Tensor) -> dict[str, Any]:
             name: budget.check(by_stage["output"]).ratio for name, by_stage in tensors.items()
         },
     }
-
-
-def replace_projections(layer: Attention, x: Tensor, form: Replacement) -> Attention:
-    merged = merge_heads(layer.head_outputs(x))
-    replaced = copy.deepcopy(layer)
-    for name in PROJECTIONS:
-        inputs = merged if name == "out_proj" else x
-        replaced.set_submodule(name, form(layer.get_submodule(name), inputs))  # type: ignore[arg-type]
-    return replaced
 
 
 def compute_stages(layer: Attention, x: Tensor) -> dict[str, Tensor]:

@@ -164,8 +164,14 @@ def compare_published_check(heads: int, shape: tuple[int, int, int], seeds: int)
         torch.manual_seed(seed)
         weight = torch.cat([torch.rand(shape[2], shape[2]) for _ in range(3)], dim=1)
         x = torch.rand(shape)
-        several, single = (_published_layer(count, weight) for count in (heads, 1))
+        several, single = (
+            nn.MultiheadAttention(len(weight), count, batch_first=True, bias=False)
+            for count in (heads, 1)
+        )
         with torch.no_grad():
+            for layer in (several, single):
+                layer.in_proj_weight.copy_(weight.mT)
+                layer.out_proj.weight.copy_(torch.eye(len(weight)))
             is_equal = torch.equal(several(x, x, x)[0], single(x, x, x)[0])
         answers[is_equal][name_cause(several, single, x)] += 1
     return {
@@ -175,14 +181,6 @@ def compare_published_check(heads: int, shape: tuple[int, int, int], seeds: int)
         "of_others": dict(answers[False]),
         "elsewhere": name_cause(several, single),
     }
-
-
-@torch.no_grad()
-def _published_layer(heads: int, weight: Tensor) -> nn.MultiheadAttention:
-    layer = nn.MultiheadAttention(len(weight), heads, batch_first=True, bias=False)
-    layer.in_proj_weight.copy_(weight.mT)
-    layer.out_proj.weight.copy_(torch.eye(len(weight)))
-    return layer
 
 
 def least_error_budget_ratios(sample: ConditionSample) -> dict[str, float]:
