@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from headwise.study.output import render_study_page
-from headwise.study.run import Study
+from headwise.study.question import Study
 from tools.study import answers_of, read_record
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headwise.scanning.result import HeadScan
 from headwise.study.output import show_study
-from headwise.study.run import Study
+from headwise.study.question import Study
 from tests.scanning.scans import head_scan, layer_scan, matrix, random_scan, standard
 from tools.study import answers_of, read_record
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.study.question import Answer, load_question
-from headwise.study.run import answer_question
+from headwise.study.question import Answer, answer_question, load_question
 
 
 def ask(name: str) -> Answer:

@@ -37,14 +37,14 @@ def study(
     with output.progress_bar(output.make_console(stderr=True), "loading torch") as progress:
         from headwise.reports.pictures import require_matplotlib
         from headwise.study import output as study_output
-        from headwise.study import question, run
+        from headwise.study import question
 
-        names = run.select_ids(questions or [])
+        names = question.select_ids(questions or [])
         if not as_list:
             # Everything that can be refused is refused before the work and before a folder is made.
             require_matplotlib()
             make_parent_and_require_writable(out)
-            result = run.answer_questions(questions or [], progress=progress)
+            result = question.answer_questions(questions or [], progress=progress)
             path = write_whole(out, study_output.render_study_page(result))
     if as_list:
         for name in names:

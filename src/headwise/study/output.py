@@ -13,8 +13,7 @@ from rich.text import Text
 from headwise.reports.pictures import draw_svg
 from headwise.reports.templates import secure_page, template_environment
 from headwise.reports.terminal import GAP, indent_content, make_table
-from headwise.study.question import Answer
-from headwise.study.run import Study
+from headwise.study.question import Answer, Study
 
 HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
 

@@ -22,11 +22,18 @@ from headwise.support.progress import Progress
 from headwise.support.text import describe_count
 from headwise.surgery._prune import PruningPlan, plan_prune, require_share
 from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
-from headwise.surgery.check import check_folder
 from headwise.surgery.choice import By, Journal
 from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.fit import Repair
-from headwise.surgery.folders import FolderPlan, Form, StoredHeads, Written, plan_folder, write
+from headwise.surgery.folders import (
+    FolderPlan,
+    Form,
+    StoredHeads,
+    Written,
+    check_folder,
+    plan_folder,
+    write,
+)
 from headwise.surgery.maps import How
 from headwise.surgery.models import ModelHeads
 
