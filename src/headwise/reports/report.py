@@ -398,14 +398,8 @@ def drawn_statistic(scan: HeadScan, name: str) -> DrawnStatistic:
     values, definition = scan[name], scan.definition(name)
     real = values[values.isfinite()]
     middle = float(real.median()) if real.numel() else float("nan")
-    return DrawnStatistic(
-        name=name,
-        label=definition.heading,
-        definition=definition,
-        rows=values.tolist(),
-        middle=middle,
-        scale=_make_scale(scan, definition, real, middle),
-    )
+    scale = _make_scale(scan, definition, real, middle)
+    return DrawnStatistic(name, definition.heading, definition, values.tolist(), middle, scale)
 
 
 def _make_scale(scan: HeadScan, definition: Definition, real: Tensor, middle: float) -> Scale:

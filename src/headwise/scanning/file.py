@@ -276,7 +276,16 @@ def read_scan_fields(
     path: Path, statistics: Iterable[Statistic] = (), *, remedy: str = COPY_AGAIN
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the fields of the scan in a file, and the document that was saved with it."""
-    known = _list_by_name(statistics)
+    known: dict[str, list[Statistic]] = {}
+    shipped = (*catalogue.STANDARD, TopKeysOfEveryQuery(), *catalogue.IMPORTANCE)
+    for statistic in (*shipped, *catalogue.EARLIER):
+        known.setdefault(statistic.definition.name, []).append(statistic)
+    for statistic in statistics:
+        if not isinstance(statistic, Statistic):
+            saw = f"statistics with {describe_value(statistic)}"
+            needed = "the Statistic objects of the file that are not in headwise's catalogue"
+            raise OptionError(saw=saw, needed=needed, do="HeadScan.load(path) for headwise's own")
+        known[statistic.definition.name] = [statistic]
     try:
         about, tensors = _read_file(path)
         _check_scan_fields(about)
@@ -288,20 +297,6 @@ def read_scan_fields(
     fields = {name: about[name] for name in ("model", "sequences", "tokens")}
     fields |= {"notes": tuple(about["notes"]), "statistics": in_file}
     return {**fields, "layer_scans": layers, "texts": texts}, about.get("document")
-
-
-def _list_by_name(statistics: Iterable[Statistic]) -> dict[str, list[Statistic]]:
-    shipped = (*catalogue.STANDARD, TopKeysOfEveryQuery(), *catalogue.IMPORTANCE)
-    known: dict[str, list[Statistic]] = {}
-    for statistic in (*shipped, *catalogue.EARLIER):
-        known.setdefault(statistic.definition.name, []).append(statistic)
-    for statistic in statistics:
-        if not isinstance(statistic, Statistic):
-            saw = f"statistics with {describe_value(statistic)}"
-            needed = "the Statistic objects of the file that are not in headwise's catalogue"
-            raise OptionError(saw=saw, needed=needed, do="HeadScan.load(path) for headwise's own")
-        known[statistic.definition.name] = [statistic]
-    return known
 
 
 def damaged_file_error(path: Path, fault: FieldError, remedy: str) -> OptionError:

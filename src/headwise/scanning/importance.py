@@ -16,10 +16,9 @@ each sequence would be unknown.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -40,6 +39,7 @@ from headwise.support.text import describe_value
 
 __all__ = ["ablations", "gradients", "mean_outputs", "next_token"]
 
+Key = TypeVar("Key", bound=Hashable)
 # (output of the model, its inputs) -> (batch,)
 Loss = Callable[[Any, Any], Tensor]
 # (heads, value_dim) of each layer, by its name
@@ -281,24 +281,44 @@ def mean_outputs(
     Raises:
         OptionError: layers that do not exist, or no captured attention.
     """
-    model, prepared = prepare(model, inputs)
     chosen = SelectedLayers(layers)
-    sums: dict[str, Tensor] = {}
-    counts: Counter[str] = Counter()
 
-    def watch(call: CapturedCall) -> None:
+    def measure(call: CapturedCall) -> Iterator[tuple[tuple[str, str], Tensor]]:
         if chosen.record_call_and_find_layer(call) is None or call.outputs is None:
             return
         real = call.real_queries
         # masked_fill, since infinite values at padding times 0 are NaN.
         outputs = call.outputs.double().masked_fill(~real[:, None, :, None], 0.0)
-        sums[call.layer] = sums.get(call.layer, 0) + outputs.sum((0, 2))
-        counts[call.layer] += int(real.sum())
+        yield (call.layer, "sum"), outputs.sum((0, 2))
+        yield (call.layer, "count"), real.sum()
+
+    sums = record_sums(model, inputs, measure)
+    names = [layer.name for layer in chosen.selected_layers()]
+    return {name: sums[name, "sum"] / sums[name, "count"] for name in names}
+
+
+def record_sums(
+    model: nn.Module,
+    inputs: Any,
+    measure: Callable[[CapturedCall], Iterable[tuple[Key, Tensor]]],
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> dict[Key, Tensor]:
+    """Run a model; return the sums of what is measured of all calls, by its keys.
+
+    ``progress`` is called with the number of inputs that are done, and of all.
+    """
+    model, prepared = prepare(model, inputs)
+    sums: dict[Key, Tensor] = {}
+
+    def watch(call: CapturedCall) -> None:
+        for key, part in measure(call):
+            sums[key] = sums[key] + part if key in sums else part
 
     with record_attention(model, watch) as recorder:
-        for model_input in prepared:
-            recorder.run(model_input)
-    return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.selected_layers()}
+        for done, each in enumerate(prepared, start=1):
+            recorder.run(each)
+            progress(done, len(prepared))
+    return sums
 
 
 class _HeadAblation(_Watcher):

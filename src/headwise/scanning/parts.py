@@ -412,8 +412,8 @@ class PartFolder:
         path = self.corpus.path_of(self.out, index)
         if not path.exists():
             options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
-            options["written"] = self.written[index]
-            fresh = self.model.scan(self.inputs[index], progress=progress, **options)
+            options |= {"written": self.written[index], "progress": progress}
+            fresh = self.model.scan(self.inputs[index], **options)
             # A scan that cannot be merged is not written, so the run can resume without it.
             if fits is not None and (difference := fits.reason_not_mergeable(fresh)) is not None:
                 raise OptionError(

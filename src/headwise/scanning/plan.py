@@ -66,8 +66,7 @@ class PlannedScan:
 
     def scan_text(self, text: TextToRead, progress: Progress | None = None) -> HeadScan:
         """Return the scan of one text."""
-        options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
-        options["written"] = text.written
+        options = {"statistics": self.statistics, "layers": self.layers, "written": text.written}
         return self.model.scan(text.ids, progress=progress, **options)
 
 

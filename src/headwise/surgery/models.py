@@ -158,7 +158,17 @@ class ModelHeads(HeadPlaces):
             return
         _require_plain_weights(dict(model.state_dict()))
         super().__init__(model)
-        _require_apart(self.places.values(), self.state)
+        # A cut of one of two attention modules that share a tensor would cut the other.
+        owners: dict[tuple[int, torch.Size], str] = {}
+        for name in (name for place in self.places.values() for name in place.module.tensors):
+            tensor = self.state[name]
+            other = owners.setdefault((tensor.data_ptr(), tensor.shape), name)
+            if other != name and tensor.numel():
+                raise OptionError(
+                    saw=f"{name}, which is the same tensor as {other}",
+                    needed="weights that no two layers share",
+                    do="give each layer weights of its own: model.layer = copy.deepcopy(...)",
+                )
 
     def original_numbers(self, name: str) -> list[int]:
         """Return the numbers by which a scan names the heads of one attention, in their order."""
@@ -192,8 +202,20 @@ class ModelHeads(HeadPlaces):
 
 def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, Tensor]) -> None:
     """Give a model the changed tensors, and its attention modules their numbers of heads."""
-    for name, tensor in changed.items():
-        put_tensor(model, name, tensor)
+    for full, tensor in changed.items():
+        path, _, local = full.rpartition(".")
+        owner: Any = model.get_submodule(path)
+        requires_grad = owner.weight.requires_grad
+        setattr(owner, local, nn.Parameter(tensor.detach(), requires_grad=requires_grad))
+        if local != "weight":
+            continue
+        rows, columns = tensor.shape[0], tensor.shape[-1]
+        if isinstance(owner, nn.Linear):
+            owner.out_features, owner.in_features = rows, columns
+        elif isinstance(owner, nn.Embedding):
+            owner.num_embeddings, owner.embedding_dim = rows, columns
+        elif hasattr(owner, "nf"):  # Conv1D of transformers, (in, out)
+            owner.nx, owner.nf = rows, columns
     for name, layer in cut:
         before, left = counts_of(heads.specs[name]), layer.origins
         old, new = stated_counts(*before), stated_counts(len(left.query), len(left.kv), before[2])
@@ -238,24 +260,6 @@ def pack_in_memory(place: Place, state: State, sizes: Mapping[str, int]) -> dict
     return packed | {f"{place.name}{weight.removesuffix('weight')}bias": state["bo"]}
 
 
-def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make a tensor the parameter of this name, and tell its module the new sizes."""
-    path, _, local = name.rpartition(".")
-    owner: Any = model.get_submodule(path)
-    like = owner.weight
-    requires_grad = like.requires_grad
-    setattr(owner, local, nn.Parameter(tensor.detach(), requires_grad=requires_grad))
-    if local != "weight":
-        return
-    rows, columns = tensor.shape[0], tensor.shape[-1]
-    if isinstance(owner, nn.Linear):
-        owner.out_features, owner.in_features = rows, columns
-    elif isinstance(owner, nn.Embedding):
-        owner.num_embeddings, owner.embedding_dim = rows, columns
-    elif hasattr(owner, "nf"):  # Conv1D of transformers, (in, out)
-        owner.nx, owner.nf = rows, columns
-
-
 def modules_of(model: nn.Module, place: Place) -> Iterable[nn.Module]:
     """Yield the module of an attention, and the modules inside it."""
     path = place.name.rstrip(".")
@@ -297,18 +301,3 @@ def _require_plain_weights(state: Mapping[str, Tensor]) -> None:
 
 def _is_real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and type(tensor) in (Tensor, nn.Parameter)
-
-
-def _require_apart(places: Iterable[Place], state: Mapping[str, Tensor]) -> None:
-    """Raise where two attention modules share a tensor: a cut of one would cut the other."""
-    owners: dict[tuple[int, torch.Size], str] = {}
-    for place in places:
-        for name in place.module.tensors:
-            key = state[name].data_ptr(), state[name].shape
-            other = owners.setdefault(key, name)
-            if other != name and state[name].numel():
-                raise OptionError(
-                    saw=f"{name}, which is the same tensor as {other}",
-                    needed="weights that no two layers share",
-                    do="give each layer weights of its own: model.layer = copy.deepcopy(...)",
-                )

@@ -253,13 +253,12 @@ def _batches(
     most = min(length, stored.positions or length)
     ids = sorted((stored.tokenizer.first_ids(line, most) for line in lines), key=len)
     ids = [each for each in ids if len(each) > 1]
-    return [_pad(stored, ids[start : start + BATCH]) for start in range(0, len(ids), BATCH)]
-
-
-def _pad(stored: transformers.StoredModel, ids: Sequence[list[int]]) -> dict[str, Tensor]:
-    longest = max(map(len, ids))
     pad = stored.config.get("pad_token_id")
     filler = pad if isinstance(pad, int) and pad >= 0 else 0
-    rows = torch.tensor([each + [filler] * (longest - len(each)) for each in ids])
-    mask = torch.tensor([[1] * len(each) + [0] * (longest - len(each)) for each in ids])
-    return {**stored.inputs(rows), "attention_mask": mask}
+    batches = []
+    for some in (ids[start : start + BATCH] for start in range(0, len(ids), BATCH)):
+        longest = max(map(len, some))
+        rows = torch.tensor([each + [filler] * (longest - len(each)) for each in some])
+        mask = torch.tensor([[1] * len(each) + [0] * (longest - len(each)) for each in some])
+        batches.append({**stored.inputs(rows), "attention_mask": mask})
+    return batches

@@ -84,18 +84,6 @@ class KeptRows:
                 each[heads, columns] = weights
 
 
-def _sample_queries(real: Tensor) -> list[tuple[int, int]]:
-    """Return (sequence, query): all real queries of a short sequence, else evenly spaced ones."""
-    places = []
-    for sequence, row in enumerate(real):
-        queries = row.nonzero().squeeze(1).tolist()
-        count = len(queries)
-        if count > WHOLE:
-            queries = [queries[(2 * n + 1) * count // (2 * SAMPLES)] for n in range(SAMPLES)]
-        places += [(sequence, query) for query in queries]
-    return places
-
-
 # ---- the statistic -------------------------------------------------------------------------------
 
 
@@ -128,7 +116,13 @@ class HeadDistance(statistic.TileStatistic):
 
     def start(self, call: CapturedCall) -> KeptRows:
         """Choose the queries; fewer where the rows of this call alone need too much memory."""
-        q, places, halvings = call.matrix.q, _sample_queries(call.real_queries), 0
+        q, places, halvings = call.matrix.q, list[tuple[int, int]](), 0
+        for sequence, row in enumerate(call.real_queries):
+            queries = row.nonzero().squeeze(1).tolist()
+            count = len(queries)
+            if count > WHOLE:  # evenly spaced ones
+                queries = [queries[(2 * n + 1) * count // (2 * SAMPLES)] for n in range(SAMPLES)]
+            places += [(sequence, query) for query in queries]
         heads, dtype = q.shape[1], accumulation_dtype(q.dtype)
         row_bytes = heads * call.matrix.shape[3] * dtype.itemsize
         while len(places) > 1 and len(places) * row_bytes > MEMORY:
