@@ -148,16 +148,6 @@ class ScanOptions:
         words += ["--page", str(self.page), "--force"]
         return " ".join([*map(shlex.quote, words), "--top-keys", "{heads}"])
 
-    @property
-    def layer_patterns(self) -> tuple[str, ...] | None:
-        """The patterns of ``--layers``; a number stands for layers with this number in the name."""
-        if self.layers is None:
-            return None
-        # A name may end with the number of the run or call in brackets.
-        of_number = ("*.{}.*", "*.{}", "*.{} (*")
-        patterns = ((of_number if name.isdecimal() else ("{}",), name) for name in self.layers)
-        return tuple(pattern.format(name) for several, name in patterns for pattern in several)
-
     def require_sense(self) -> None:
         """Raise OptionError if options contradict each other, are missing or misspelt."""
         self._require_one_way()
@@ -477,7 +467,14 @@ def _plan(options: ScanOptions, console: output.Console) -> PlannedScan:
             model,
             texts,
             statistics=options.stats,
-            layers=options.layer_patterns,
+            # A number stands for layers with this number in the name, which may end with the
+            # number of the run or call in brackets.
+            layers=options.layers
+            and tuple(
+                pattern.format(name)
+                for name in options.layers
+                for pattern in (("*.{}.*", "*.{}", "*.{} (*") if name.isdecimal() else ("{}",))
+            ),
             top_keys=options.top_keys,
             map_cells=options.map_cells or (parts.MAP_CELLS if options.out else None),
             processes=processes,

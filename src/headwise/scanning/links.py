@@ -336,9 +336,13 @@ class _LargestWeights(NamedTuple):
 
     def find(self, token: int, key: int | None, direction: Direction) -> Iterator[_HeadLink]:
         """Yield the link of each head that has one among the stored keys, or a bound of a pair."""
-        largest = self._rest()
+        # What is not stored has at most the smallest stored weight, and what the stored ones leave
+        # up to their rounding; 0 where a rank has no key.
+        rounding = self.share.shape[-1] * torch.finfo(torch.float32).eps
+        left = (1 - self.share.clamp(min=0).sum(-1)).clamp(min=0) + rounding
+        most = torch.minimum(self.share[..., -1].clamp(min=0), left)  # (heads, queries)
         for nth, position in enumerate(self.heads):
-            keys, shares, rest = self.key[nth], self.share[nth], largest[nth]
+            keys, shares, rest = self.key[nth], self.share[nth], most[nth]
             if direction == "queries":  # the query that gives most to the key
                 given = shares.masked_fill(keys != token, 0).amax(-1)
                 query = int(given.argmax())
@@ -354,8 +358,8 @@ class _LargestWeights(NamedTuple):
                 if len(stored):
                     yield _HeadLink(position, token, key, float(stored[0]))
                 else:
-                    most = float(rest[token])
-                    yield _HeadLink(position, token, key, most, "at most" if most else "exact")
+                    limit = float(rest[token])
+                    yield _HeadLink(position, token, key, limit, "at most" if limit else "exact")
 
     def strongest(self, is_chosen: Callable[[Tensor, Tensor], Tensor]) -> Iterator[_HeadLink]:
         """Yield the two strongest of the chosen links."""
@@ -363,16 +367,6 @@ class _LargestWeights(NamedTuple):
         queries = torch.arange(key.shape[1])[:, None]
         for nth, query, rank, weight in _two_largest(self.share * is_chosen(queries, key)):
             yield _HeadLink(self.heads[nth], query, int(key[nth, query, rank]), weight)
-
-    def _rest(self) -> Tensor:
-        """Return (heads, queries): the most that a key may have that is not stored.
-
-        It is at most the smallest stored weight, and what the stored ones leave, up to their
-        rounding; 0 where a rank has no key.
-        """
-        rounding = self.share.shape[-1] * torch.finfo(torch.float32).eps
-        left = (1 - self.share.clamp(min=0).sum(-1)).clamp(min=0) + rounding
-        return torch.minimum(self.share[..., -1].clamp(min=0), left)
 
 
 def _two_largest(values: Tensor) -> Iterator[tuple[int, int, int, float]]:

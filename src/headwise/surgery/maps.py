@@ -72,7 +72,18 @@ def key_channels(state: State, spec: AttentionSpec, products: InputProducts) -> 
     moments = _moments(_with_bias(state, "wk", "bk"), products.source, centred=is_free)
     free = torch.arange(width, moments.shape[-1])
     channels = [_real(moments, weights, free)] if len(free) else []
-    return [*channels, _complex(moments, weights, width)] if width else channels
+    if width:  # each pair of channels i and i + width / 2 is a set of one complex number
+        half = width // 2
+        parts = moments[..., :width, :width].unflatten(-2, (2, half)).unflatten(-1, (2, half))
+        planes = parts.diagonal(dim1=-3, dim2=-1).movedim(-1, 0)  # (half, n, n, 2, 2)
+        real = planes[..., 0, 0] + planes[..., 1, 1]
+        imaginary = planes[..., 1, 0] - planes[..., 0, 1]
+        costs = weights.diagonal(dim1=-2, dim2=-1)[..., :width].unflatten(-1, (2, half)).sum(-2)
+        pairs = torch.arange(width).unflatten(0, (2, half)).mT
+        turned = torch.complex(real, imaginary)[..., None, None]
+        of_error = costs.mT[..., None, None].to(torch.complex128) / 2
+        channels.append(Channels(turned, of_error, pairs[:, None]))
+    return channels
 
 
 def value_channels(state: State, products: InputProducts) -> list[Channels]:
@@ -124,22 +135,6 @@ def _real(moments: Tensor, weights: Tensor, places: Tensor) -> Channels:
         moments[..., places, :][..., places][None],
         weights[..., places, :][..., places][None],
         places[None],
-    )
-
-
-def _complex(moments: Tensor, weights: Tensor, width: int) -> Channels:
-    """Return each pair of channels i and i + width / 2 as a set of one complex number."""
-    half = width // 2
-    parts = moments[..., :width, :width].unflatten(-2, (2, half)).unflatten(-1, (2, half))
-    planes = parts.diagonal(dim1=-3, dim2=-1).movedim(-1, 0)  # (half, n, n, 2, 2)
-    real = planes[..., 0, 0] + planes[..., 1, 1]
-    imaginary = planes[..., 1, 0] - planes[..., 0, 1]
-    cost = weights.diagonal(dim1=-2, dim2=-1)[..., :width].unflatten(-1, (2, half)).sum(-2)
-    pairs = torch.arange(width).unflatten(0, (2, half)).mT
-    return Channels(
-        torch.complex(real, imaginary)[..., None, None],
-        cost.mT[..., None, None].to(torch.complex128) / 2,
-        pairs[:, None],
     )
 
 

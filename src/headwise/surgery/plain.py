@@ -68,7 +68,13 @@ def find_plain_config(
         held = {t for n, p in patterns.items() if place.name + n in names for t in p.tensors}
         if missing := tuple(b for b in BIASES if b in held and b not in shapes):
             biases[name] = missing
-    made = _shapes_after(heads, cut, biases)
+    made = {name: tuple(x.shape) for name, x in heads.state.items()}
+    for name in {**cut, **biases}:
+        place, sizes = heads.places[name], heads.places[name].sizes(heads.state)
+        after_cut = cut.get(name, shapes_of(heads, name)).items()
+        state = {tensor: torch.empty(size, device="meta") for tensor, size in after_cut}
+        packed = pack_in_memory(place, add_biases(state, biases.get(name, ())), sizes)
+        made |= {tensor: tuple(x.shape) for tensor, x in packed.items()}
     obstacle = next(_find_differences(heads.model, made, built, words), "")
     return PlainConfig(edited, changes, biases, obstacle)
 
@@ -131,19 +137,6 @@ def _find_changes(
             yield from _find_changes(before[name], value)
         elif name not in before or before[name] != value:
             yield name, (before.get(name), value)
-
-
-def _shapes_after(
-    heads: HeadPlaces, cut: Mapping[str, Shapes], biases: Mapping[str, tuple[str, ...]]
-) -> dict[str, tuple[int, ...]]:
-    shapes = {name: tuple(x.shape) for name, x in heads.state.items()}
-    for name in {**cut, **biases}:
-        place, sizes = heads.places[name], heads.places[name].sizes(heads.state)
-        after = cut.get(name, shapes_of(heads, name))
-        state = {tensor: torch.empty(size, device="meta") for tensor, size in after.items()}
-        packed = pack_in_memory(place, add_biases(state, biases.get(name, ())), sizes)
-        shapes |= {tensor: tuple(x.shape) for tensor, x in packed.items()}
-    return shapes
 
 
 def _find_differences(

@@ -197,23 +197,18 @@ def open_for_cut(
     if not (fit and held_out):
         use = "measure on" if fit else "choose and fit on"
         raise _too_few(data, f"without a line of two tokens to {use}")
-    note = _describe_text(data, fit, held_out)
+    used, others = (sum(len(each["input_ids"]) for each in part) for part in (fit, held_out))
+    note = f"{describe_count(used, 'sequence')} to choose and fit on, {others} held out, of "
+    if data is None:
+        note += "the sentences of headwise; --data names a text of yours"
+    else:
+        total = len(data.read_text("utf-8").splitlines())
+        note += f"{describe_count(total, 'line')} of {data.name}"
+        left = total - used - others
+        note += f"; {left} empty, repeated or of one token alone" if left else ""
     if (folder / RECORD).is_file():
         note += f"\nnumbers of heads are those of {folder}; {RECORD} has those of the first model"
     return StoredSubject(folder, target, form, stored, fit, held_out, note)
-
-
-def _describe_text(
-    data: Path | None, fit: Sequence[dict[str, Tensor]], held_out: Sequence[dict[str, Tensor]]
-) -> str:
-    used, others = (sum(len(each["input_ids"]) for each in part) for part in (fit, held_out))
-    parts = f"{describe_count(used, 'sequence')} to choose and fit on, {others} held out"
-    if data is None:
-        return f"{parts}, of the sentences of headwise; --data names a text of yours"
-    total = len(data.read_text("utf-8").splitlines())
-    left = total - used - others
-    what = f"; {left} empty, repeated or of one token alone" if left else ""
-    return f"{parts}, of {describe_count(total, 'line')} of {data.name}{what}"
 
 
 def read_lines(data: Path) -> list[str]:
