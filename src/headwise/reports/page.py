@@ -109,7 +109,13 @@ def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, byte
         [blobs.head_map_arrays(scan, layer, most=most) for layer in scan.layer_scans]
         for scan, most in zip(scans, map(blobs.most_blocks_of_page, scans), strict=True)
     ]
-    top_keys = [_count_top_keys(scan, report) for scan in scans]
+    top_keys = []
+    for scan in scans:
+        heads = [standout.head for standout in view.standout_heads(scan)]
+        heads += [x.before if scan is report.scan else x.after for x in report.changes]
+        chosen = {(head.layer_index, head.head) for head in heads}
+        counted = blobs.count_top_keys(scan, None if report.top_keys == "all" else chosen)
+        top_keys.append(counted)
     names_of = [report.name_of, report.second_name_of or report.name_of]
     # zlib releases the lock of the interpreter.
     with ThreadPoolExecutor() as pool:
@@ -162,13 +168,6 @@ def report_meta(
         "matched": list(map(list, diff.assignment)) if diff is not None and report.match else None,
         "changes": [] if diff is None else [_change_meta(diff, each) for each in report.changes],
     }
-
-
-def _count_top_keys(scan: HeadScan, report: view.ScanReport) -> blobs.TopKeyCounts:
-    heads = [standout.head for standout in view.standout_heads(scan)]
-    heads += [x.before if scan is report.scan else x.after for x in report.changes]
-    chosen = {(head.layer_index, head.head) for head in heads}
-    return blobs.count_top_keys(scan, None if report.top_keys == "all" else chosen)
 
 
 def _scan_meta(

@@ -350,11 +350,6 @@ class DrawnStatistic:
         return LEAST_SPAN * abs(self.middle) or 1e-9
 
     @property
-    def short_texts(self) -> list[list[str]]:
-        short = self.scale.format_short
-        return [["" if value != value else short(value) for value in row] for row in self.rows]
-
-    @property
     def varies_enough(self) -> bool:
         """True if the picture shows differences between heads, and a share reaches 5 per cent."""
         real = [value for row in self.rows for value in row if value == value]
@@ -452,7 +447,9 @@ def standout_heads(
     distinct: dict[str, DrawnStatistic] = {}
     for statistic in candidates:
         if statistic.varies_enough or (statistic.name == ONE_KEY and len(scan.heads) > 1):
-            distinct.setdefault(str(statistic.short_texts), statistic)
+            short = statistic.scale.format_short
+            texts = [["" if x != x else short(x) for x in row] for row in statistic.rows]
+            distinct.setdefault(str(texts), statistic)
     heads, on_one_key = list[StandoutHead](), None
     for statistic in distinct.values():
         definition = statistic.definition

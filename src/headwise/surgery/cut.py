@@ -382,18 +382,17 @@ def full_size(cut: Cut) -> Cut:
         OptionError: a merge or another basis after heads were taken out, or more kv heads than
             before.
     """
-    return Cut({name: _full_layer(layer) for name, layer in cut})
-
-
-def _full_layer(cut: LayerCut) -> LayerCut:
-    full = LayerCut(cut.num_heads, cut.num_kv_heads)
-    at = [*range(cut.num_heads)]  # head of the cut layer -> head of the full one
-    for step in cut.steps:
-        full, at = _add_step(full, at, step)
-    left = len(full.origins.kv)
-    if left > cut.num_kv_heads:
-        raise _no_full_size(f"{left} kv heads, where the model has {cut.num_kv_heads}")
-    return full if left == cut.num_kv_heads else full.expand(cut.num_kv_heads)
+    layers = {}
+    for name, layer in cut:
+        full = LayerCut(layer.num_heads, layer.num_kv_heads)
+        at = [*range(layer.num_heads)]  # head of the cut layer -> head of the full one
+        for step in layer.steps:
+            full, at = _add_step(full, at, step)
+        left, before = len(full.origins.kv), layer.num_kv_heads
+        if left > before:
+            raise _no_full_size(f"{left} kv heads, where the model has {before}")
+        layers[name] = full if left == before else full.expand(before)
+    return Cut(layers)
 
 
 def _add_step(full: LayerCut, at: list[int], step: Step) -> tuple[LayerCut, list[int]]:

@@ -90,7 +90,17 @@ class HeadPlaces:
                 needed=f"layers among {list_some([*self.specs])}",
                 do="make the cut of this model: headwise.surgery.ModelHeads(model).whole()",
             )
-        self._require_same_heads_in_stacks(cut)
+        whole = self.whole().layers
+        for stack in self.stacks:
+            kept = {name: cut.layers.get(name, whole[name]).origins.query for name in stack}
+            if different := [name for name in stack[1:] if kept[name] != kept[stack[0]]]:
+                raise OptionError(
+                    saw=f"other heads in {list_some(different)} than in {stack[0]}",
+                    needed="the same heads in all layers of a stack that share one table of "
+                    "distances",
+                    do="keep the same heads in each layer, or zero heads in place of taking "
+                    "them out",
+                )
         layers = dict(cut.layers)
         for name, layer in cut:
             heads, spec = layer.origins, self.specs[name]
@@ -116,20 +126,6 @@ class HeadPlaces:
                 key = place.module.place.root, place.module.place.role, "table"
             stacks.setdefault(key, []).append(name)
         return [tuple(names) for names in stacks.values()]
-
-    def _require_same_heads_in_stacks(self, cut: Cut) -> None:
-        whole = self.whole()
-        for stack in self.stacks:
-            layers = {name: cut.layers.get(name, whole.layers[name]) for name in stack}
-            kept = {name: layer.origins.query for name, layer in layers.items()}
-            if different := [name for name in stack[1:] if kept[name] != kept[stack[0]]]:
-                raise OptionError(
-                    saw=f"other heads in {list_some(different)} than in {stack[0]}",
-                    needed="the same heads in all layers of a stack that share one table of "
-                    "distances",
-                    do="keep the same heads in each layer, or zero heads in place of taking "
-                    "them out",
-                )
 
 
 class ModelHeads(HeadPlaces):

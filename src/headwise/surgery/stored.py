@@ -66,7 +66,18 @@ class StoredSubject:
         require_share(keep)
         heads = ModelHeads(self.stored.model)
         if repair != "zero":
-            self._require_bias(heads)
+            widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
+            whole = heads.whole()
+            try:
+                self.plan_folder(Cut({n: cut.shift(torch.ones(widths[n])) for n, cut in whole}))
+            except OptionError as error:
+                raise OptionError(
+                    saw=f"the mean outputs of heads, for which {self.folder} has no place: "
+                    f"{error.saw}",
+                    needed="an output projection with a bias",
+                    do="{repair} zero",
+                    parameter="repair",
+                ) from error
         self._require_form(heads.whole(), keep)
         return plan_prune(
             self.stored.model,
@@ -113,20 +124,6 @@ class StoredSubject:
             digest.update(given["input_ids"].numpy().tobytes())
         digest.update(repr(options).encode())
         return digest.hexdigest()
-
-    def _require_bias(self, heads: ModelHeads) -> None:
-        """Raise OptionError where the mean of a head has no place in the stored model."""
-        widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
-        shifted = {name: cut.shift(torch.ones(widths[name])) for name, cut in heads.whole()}
-        try:
-            self.plan_folder(Cut(shifted))
-        except OptionError as error:
-            raise OptionError(
-                saw=f"the mean outputs of heads, for which {self.folder} has no place: {error.saw}",
-                needed="an output projection with a bias",
-                do="{repair} zero",
-                parameter="repair",
-            ) from error
 
     def _require_form(self, whole: Cut, keep: float) -> None:
         """Raise OptionError where no cut of this size can be written in the form.
