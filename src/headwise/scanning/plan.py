@@ -29,9 +29,9 @@ from headwise.scanning import call
 from headwise.scanning.inputs import call_model_on_input, explain_failure_on_token_ids, list_inputs
 from headwise.scanning.record import record_attention
 from headwise.scanning.result import HeadScan
-from headwise.scanning.selection import Layers
+from headwise.scanning.selection import Layers, select_statistics
 from headwise.scanning.source import ModelToScan, TextToRead
-from headwise.scanning.statistics import catalogue, similarity
+from headwise.scanning.statistics import similarity
 from headwise.scanning.statistics.maps import MOST_CELLS, Map, TopKeysOfEveryQuery, most_blocks
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.progress import Progress
@@ -118,9 +118,9 @@ def plan_scan(
         seconds = time.perf_counter() - start
     if map_cells is None:
         map_cells = _cells_within_bounds(len(tried.heads), longest)
-    chosen = _choose_statistics(statistics, map_cells)
-    by_default = statistics is None
-    heads = _choose_top_keys(top_keys, tried, sum(lengths), by_default=by_default)
+    selected, _ = select_statistics(statistics)
+    chosen = tuple(Map(map_cells) if isinstance(each, Map) else each for each in selected)
+    heads = _choose_top_keys(top_keys, tried, sum(lengths), by_default=statistics is None)
     chosen += (TopKeysOfEveryQuery(heads),) if heads else ()
     estimate = None
     if model.device.type == "cpu":  # of another device, neither time nor memory is known
@@ -139,14 +139,6 @@ def _require_memory_of_scan(
     what = f"{times}{longest:,} tokens of {model.title}"
     do = "--length N with fewer tokens, --stats with fewer statistics, or --skip-memory-check"
     require_memory(estimate.extra_bytes + copies, what=what, do=do)
-
-
-def _choose_statistics(
-    names: Sequence[str] | None, map_cells: int | None
-) -> tuple[TileStatistic, ...]:
-    standard, of_size = catalogue.STANDARD, Map(map_cells)
-    chosen = standard if names is None else catalogue.find_standard_statistics(names)
-    return tuple(of_size if isinstance(each, Map) else each for each in chosen)
 
 
 def _cells_within_bounds(heads: int, tokens: int) -> int | None:
