@@ -42,7 +42,7 @@ BAR_COLOUR = "#1b716d"
 
 
 class _Canvas(NamedTuple):
-    """Where a figure is drawn: the caller's axes, or a new figure of a width in inches."""
+    """Axes of the caller to draw into, or a new figure of a width in inches."""
 
     ax: Any
     width: float
