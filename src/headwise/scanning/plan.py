@@ -118,8 +118,8 @@ def plan_scan(
         seconds = time.perf_counter() - start
     if map_cells is None:
         map_cells = _cells_within_bounds(len(tried.heads), longest)
-    selected, _ = select_statistics(statistics)
-    chosen = tuple(Map(map_cells) if isinstance(each, Map) else each for each in selected)
+    of_size, (selected, _) = Map(map_cells), select_statistics(statistics)
+    chosen = tuple(of_size if isinstance(each, Map) else each for each in selected)
     heads = _choose_top_keys(top_keys, tried, sum(lengths), by_default=statistics is None)
     chosen += (TopKeysOfEveryQuery(heads),) if heads else ()
     estimate = None
