@@ -55,6 +55,10 @@ class KeptRows:
         """Number of heads."""
         return self.counted.shape[1]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(weights.nbytes for row in self.parts for _, _, weights in row)
+
     def add_tile(self, tile: statistic.WeightTile) -> None:
         """Keep the sampled rows of a tile."""
         self.weights_read += tile.weights.numel()
@@ -168,11 +172,7 @@ class PassOfModel:
         halvings = max(rows.halvings for rows in kept)
         for each in kept:
             each.halve(halvings)
-        while (
-            len(rows.places) > 1
-            and sum(weights.nbytes for each in kept for row in each.parts for _, _, weights in row)
-            > MEMORY
-        ):
+        while sum(each.num_bytes for each in kept) > MEMORY and len(rows.places) > 1:
             halvings += 1
             for each in kept:
                 each.halve(halvings)
