@@ -66,8 +66,9 @@ class PlannedScan:
 
     def scan_text(self, text: TextToRead, progress: Progress | None = None) -> HeadScan:
         """Return the scan of one text."""
-        options = {"statistics": self.statistics, "layers": self.layers, "written": text.written}
-        return self.model.scan(text.ids, progress=progress, **options)
+        options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
+        options |= {"written": text.written, "progress": progress}
+        return self.model.scan(text.ids, **options)
 
 
 def require_room_for_model(folder: str | PathLike[str], *, copies: int = 1) -> None:

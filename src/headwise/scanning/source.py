@@ -17,8 +17,9 @@ from headwise.errors import OptionError
 from headwise.scanning._scan import scan
 from headwise.scanning.inputs import require_tokens_below
 from headwise.scanning.result import HeadScan
-from headwise.scanning.selection import Numbers, normalise_token_ids_option
+from headwise.scanning.selection import Layers, Numbers, Statistics, normalise_token_ids_option
 from headwise.scanning.written import WrittenText
+from headwise.support.progress import Progress
 from headwise.support.tensors import map_leaves
 from headwise.support.text import describe_count, escape_unprintable, in_quotes
 
@@ -86,8 +87,18 @@ class ModelToScan:
         kind = type(self.model).__name__
         return f"{kind}, {size} parameters in {' and '.join(kinds)}{place}"
 
-    def scan(self, inputs: Any, **options: Any) -> HeadScan:
+    def scan(
+        self,
+        inputs: Any,
+        *,
+        statistics: Statistics = None,
+        layers: Layers = None,
+        written: WrittenText | None = None,
+        progress: Progress | None = None,
+    ) -> HeadScan:
         """Return the scan of ids, or of inputs for a model without a tokenizer."""
+        options: dict[str, Any] = {"statistics": statistics, "layers": layers, "progress": progress}
+        options["written"] = written
         options |= {"separators": tuple(self.separators.values()), "specials": self.specials}
         return scan(self.model, self.inputs(inputs), **options)
 
