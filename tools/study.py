@@ -17,9 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headwise.study import page as charts
-from headwise.study.question import Answer, load_question
-from headwise.study.run import answer_questions
+from headwise.study import output as charts
+from headwise.study.question import Answer, answer_questions, load_question
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "study.json"

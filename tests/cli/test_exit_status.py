@@ -19,7 +19,7 @@ from headwise.cli import output
 from headwise.cli.output import CRASHED, INTERRUPTED, NO, UNDECIDED, USAGE, YES
 from headwise.errors import ShapeError, UndecidedError
 from headwise.function.weights import State
-from headwise.study import run as studies
+from headwise.study import question as studies
 from headwise.study.question import Answer
 from tests.checkpoints import llamas
 from tests.quick import others_slow

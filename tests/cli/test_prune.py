@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import headwise
 from headwise.cli import app, output
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
-from headwise.surgery import Cut, effects
+from headwise.surgery import Cut, choice
 from headwise.surgery.stored import read_lines
 from tests.huggingface.stored import WORDS, stored
 from tests.quick import others_extra
@@ -88,7 +88,7 @@ def test_a_dry_run_writes_the_effects_alone(
     journal = tmp_path / ".new.headwise-effects.json"
     assert {*tmp_path.iterdir()} == {data, journal}
     assert f"Nothing is written but the effects of heads, in {journal}," in text
-    monkeypatch.setattr(effects, "ablations", lambda *_, **__: pytest.fail("it measured again"))
+    monkeypatch.setattr(choice, "ablations", lambda *_, **__: pytest.fail("it measured again"))
     values = json.loads(run(*command, "--dry-run", "--json"))
     assert values.keys() == {"schema", "layers", "predicted", "journal"}
     assert values["journal"] == str(journal)
@@ -99,7 +99,7 @@ def test_a_dry_run_writes_the_effects_alone(
 def test_a_width_that_no_config_states_is_refused_before_the_work(
     folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effects, "ablations", lambda *_, **__: pytest.fail("it measured heads"))
+    monkeypatch.setattr(choice, "ablations", lambda *_, **__: pytest.fail("it measured heads"))
     error = refused(folders["bert"], "--data", data, "--out", tmp_path / "new")
     assert "hidden size" in error.saw
     assert '"full", the same outputs at full size, or "headwise"' in error.do
@@ -173,7 +173,7 @@ def test_an_interrupted_run_goes_on(
     folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[str] = []
-    real: Callable[..., object] = effects.ablations
+    real: Callable[..., object] = choice.ablations
 
     def stop_in_the_second(*arguments: object, layers: str, **options: object) -> object:
         measured.append(layers)
@@ -181,7 +181,7 @@ def test_an_interrupted_run_goes_on(
             raise KeyboardInterrupt
         return real(*arguments, layers=layers, **options)
 
-    monkeypatch.setattr(effects, "ablations", stop_in_the_second)
+    monkeypatch.setattr(choice, "ablations", stop_in_the_second)
     command = [folders["llama"], "--data", data, "--out", tmp_path / "new"]
     assert runner.invoke(app, ["prune", *map(str, command)]).exit_code == 130
     assert not (tmp_path / "new").exists()
@@ -192,7 +192,7 @@ def test_an_interrupted_run_goes_on(
     measured.clear()
     shutil.rmtree(tmp_path / "new")
     (tmp_path / "new.html").unlink()
-    monkeypatch.setattr(effects, "ablations", real)
+    monkeypatch.setattr(choice, "ablations", real)
     run(*command, "--repair", "zero")
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from headwise.cli.study import study
 from headwise.errors import OptionError
-from headwise.study import run as studies
-from headwise.study.run import Study
+from headwise.study import question as studies
+from headwise.study.question import Study
 from tests.cli.alone import Alone
 from tests.reports.html import Tree
 from tests.study.answers import QUESTION, answer, made_up, missing

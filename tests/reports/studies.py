@@ -2,8 +2,8 @@
 
 from functools import cache
 
-from headwise.study.page import render_study_page
-from headwise.study.run import Study
+from headwise.study.output import render_study_page
+from headwise.study.question import Study
 from tools.study import answers_of, read_record
 
 

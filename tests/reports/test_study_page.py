@@ -11,7 +11,7 @@ from headwise.errors import MissingExtraError
 from headwise.reports import pictures as charts
 from headwise.reports.templates import mark_identifiers_as_code
 from headwise.study import drawing as style
-from headwise.study.page import answer_svg, render_study_page
+from headwise.study.output import answer_svg, render_study_page
 from headwise.support.files import write_whole
 from tests.reports.html import Tree, everything, outside
 from tests.study.answers import QUESTION, answer, made_up, missing

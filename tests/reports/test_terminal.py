@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from headwise.scanning.result import HeadScan
-from headwise.study.run import Study
-from headwise.study.terminal import show_study
+from headwise.study.output import show_study
+from headwise.study.question import Study
 from tests.scanning.scans import head_scan, layer_scan, matrix, random_scan, standard
 from tools.study import answers_of, read_record
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import MissingExtraError
-from headwise.study.question import Answer, Numbers, Question, read_text
-from headwise.study.run import Study
+from headwise.study.question import Answer, Numbers, Question, Study, read_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from headwise.errors import MissingExtraError, OptionError
-from headwise.study import run as catalogue
-from headwise.study.question import Question
-from headwise.study.run import answer_question, answer_questions
+from headwise.study import question as catalogue
+from headwise.study.question import Question, answer_question, answer_questions
 from tests.study.answers import QUESTION
 
 

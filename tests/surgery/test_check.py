@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headwise.errors import CheckpointError
-from headwise.surgery import check, check_folder, cut_model, write
+from headwise.surgery import check_folder, cut_model, folders, write
 from tests.surgery.families import FAMILIES, inputs_of, output_of, without
 
 
@@ -21,7 +21,7 @@ def give(monkeypatch: pytest.MonkeyPatch, output: Tensor) -> None:
         save_file({"output": output}, command[-1])
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(check.subprocess, "run", run)
+    monkeypatch.setattr(folders.subprocess, "run", run)
 
 
 def test_outputs_within_the_budget_pass_alone(

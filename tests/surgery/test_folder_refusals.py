@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from headwise.errors import CheckpointError, OptionError
 from headwise.surgery import Cut, LayerCut, cut_model, full_size, load, write
-from headwise.surgery.check import output_budget
+from headwise.surgery.folders import output_budget
 from tests.checkpoints.test_resuming import files_of_the_next, wait_until
 from tests.surgery.families import FAMILIES, inputs_of, output_of, whole, without
 

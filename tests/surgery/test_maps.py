@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.surgery.channels import Channels
-from headwise.surgery.maps import Group, How, Maps, cost, fit, select
+from headwise.surgery.maps import Channels, Group, How, Maps, cost, fit, select
 from headwise.surgery.merge import group_alike
 
 HEADS, CHANNELS, TOKENS = 3, 4, 29

@@ -13,8 +13,7 @@ from headwise.layers.conversion import canonical_state
 from headwise.layers.distance import Alibi
 from headwise.layers.norm import QKNorm
 from headwise.surgery import Cut, LayerCut, ModelHeads, cut_layer, cut_model, regroup
-from headwise.surgery.channels import key_channels, value_channels
-from headwise.surgery.maps import How
+from headwise.surgery.maps import How, key_channels, value_channels
 from headwise.surgery.merge import merge_heads
 from headwise.surgery.moments import record_products
 from headwise.surgery.steps import Merge

@@ -15,7 +15,7 @@ from headwise.models import planted
 from headwise.scanning.importance import ablations, mean_outputs
 from headwise.support.progress import no_progress
 from headwise.surgery import ModelHeads, cut_model, full_size, plan_prune, prune
-from headwise.surgery.effects import HeadEffects, Journal
+from headwise.surgery.choice import HeadEffects, Journal
 from headwise.surgery.fit import RIDGES, cut_heads, refit_heads
 from headwise.surgery.moments import match_names, record_moments
 from headwise.surgery.quality import Quality

@@ -99,7 +99,6 @@ def compare(
 def _require_options_that_agree(
     second: Path | None, options: Mapping[str, Any], counts: output.Counts
 ) -> None:
-    """Raise a usage error for options that cannot be combined."""
     by_model = options["against_model"] is not None
     if (second is None) != by_model:
         raise typer.BadParameter("Name the second weights, or --against-model MODEL_DIR.")

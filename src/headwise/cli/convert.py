@@ -155,22 +155,18 @@ def _describe_conversion(
             f"({len(report.unchanged_names)}): "
             f"{', '.join(kinds[:SHOWN])}{more}"
         )
-    if weights.known:
-        yield f"Read with {', '.join(_describe_counts_by_origin(weights, counts))}."
-    for name, (mine, theirs) in report.accepted.items():
-        yield f"Accepted: {name}, {mine} in {names[0]}, {theirs} in {names[1]}."
-    if report.not_copied:
-        is_other = names[0] != names[1]
-        why = f"since they go with {names[0]}" if is_other else "though they fit as well"
-        yield f"Not copied, {why}: {list_some(report.not_copied)}."
-
-
-def _describe_counts_by_origin(weights: GivenWeights, counts: output.Counts) -> Iterator[str]:
-    """Return the counts by their origins, such as "heads 6, kv_heads 2 (config.json)"."""
     described = () if weights.description is None else weights.description.counts
     origins: dict[str, list[str]] = {}
     for name, count in weights.known.items():
         file = "metadata" if name in described else "config.json"
         origin = file if counts.get(name) is None else "given"
         origins.setdefault(origin, []).append(f"{name} {count}")
-    return (f"{', '.join(named)} ({origin})" for origin, named in origins.items())
+    if origins:  # such as "heads 6, kv_heads 2 (config.json)"
+        read = [f"{', '.join(named)} ({origin})" for origin, named in origins.items()]
+        yield f"Read with {', '.join(read)}."
+    for name, (mine, theirs) in report.accepted.items():
+        yield f"Accepted: {name}, {mine} in {names[0]}, {theirs} in {names[1]}."
+    if report.not_copied:
+        is_other = names[0] != names[1]
+        why = f"since they go with {names[0]}" if is_other else "though they fit as well"
+        yield f"Not copied, {why}: {list_some(report.not_copied)}."

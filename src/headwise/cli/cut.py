@@ -228,7 +228,6 @@ class _Command:
         output.print_lines(lines, values if self.as_json else None)
 
     def _render(self, result: Pruning | Regrouping, written: Written) -> str:
-        """Return the page as HTML, with the Python that loads the folder."""
         from headwise.reports.surgery import render_cut
         from headwise.scanning.source import make_model_title
 

@@ -72,7 +72,6 @@ def demo(
 
 
 def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExtraError | None]:
-    """Scan the trained encoder and compare it with headwise; without it, return the reason."""
     from headwise.models import minilm
     from headwise.study import encoder
     from headwise.study.questions.implementations import compare_with_model_layers

@@ -132,11 +132,11 @@ class ScanOptions:
 
         Its scan goes to another folder, unless the one here holds the top keys of all heads.
         """
-        chosen = (
-            self
-            if self.out is None or _holds_all_top_keys(scan)
-            else replace(self, out=self.out.with_name(f"{self.out.name}-top-keys"))
-        )
+        summaries = [layer.summaries.get("top_keys_of_every_query") for layer in scan.layer_scans]
+        holds_all = all(x is not None and bool((x["row"] >= 0).all()) for x in summaries)
+        chosen = self
+        if self.out is not None and not holds_all:
+            chosen = replace(self, out=self.out.with_name(f"{self.out.name}-top-keys"))
         words = ["headwise", "scan", "--demo" if self.demo else str(self.model_dir)]
         for path in self.text or ():
             words += ["--text", str(path)]
@@ -147,23 +147,6 @@ class ScanOptions:
         words += [] if self.other is None else ["--with", str(self.other)]
         words += ["--page", str(self.page), "--force"]
         return " ".join([*map(shlex.quote, words), "--top-keys", "{heads}"])
-
-    @property
-    def layer_patterns(self) -> tuple[str, ...] | None:
-        """The patterns of ``--layers``; a number stands for layers with this number in the name."""
-        if self.layers is None:
-            return None
-        # A name may end with the number of the run or call in brackets.
-        of_number = ("*.{}.*", "*.{}", "*.{} (*")
-        patterns = ((of_number if name.isdecimal() else ("{}",), name) for name in self.layers)
-        return tuple(pattern.format(name) for several, name in patterns for pattern in several)
-
-    @property
-    def parsed_part(self) -> Any:
-        """The value of ``--part``, which `number_part` checks: "auto", or numbers."""
-        words = (self.part or "").split("/")
-        numbers = tuple(int(word) if word.isdecimal() else word for word in words)
-        return self.part if self.part == "auto" else numbers
 
     def require_sense(self) -> None:
         """Raise OptionError if options contradict each other, are missing or misspelt."""
@@ -206,7 +189,6 @@ class ScanOptions:
         return len(texts) > 1 or any(path.is_dir() for path in texts)
 
     def _require_one_way(self) -> None:
-        """Raise OptionError for options that do not go with --part, --merge or --processes."""
         shared = (self.processes or 1) > 1
         used = self._given("merge", "part", *(["processes"] if shared else []))
         if self.merge:
@@ -301,7 +283,7 @@ def scan(**options: Any) -> None:
     merges = given.merge
     report = _merge_and_report(merges, given) if merges else run_scan_with_progress(given)
     if given.other is not None:
-        report = _compare_with(report, _report_other(given), given.other)
+        report = _compare_with(report, given, given.other)
     _print_report(report, given, start=start)
 
 
@@ -352,7 +334,10 @@ def run_scan_with_progress(options: ScanOptions) -> ScanReport:
 def _scan_and_print_part(options: ScanOptions) -> None:
     from headwise.scanning import parts
 
-    numbers, device = parts.number_part(options.parsed_part, options.device)
+    words = (options.part or "").split("/")
+    given: Any = tuple(int(word) if word.isdecimal() else word for word in words)
+    given = "auto" if options.part == "auto" else given  # `number_part` checks them
+    numbers, device = parts.number_part(given, options.device)
     options = replace(options, device=device or "cpu")
     with _planned(options) as (plan, console), output.progress_bar(console, "reading") as progress:
         files = _scan_part(plan, options, numbers, progress)
@@ -383,19 +368,16 @@ def _merge_and_report(folders: Sequence[Path], options: ScanOptions) -> ScanRepo
     return replace(report, saved=str((options.out or folders[0]) / parts.SCAN))
 
 
-def _report_other(options: ScanOptions) -> ScanReport:
+def _compare_with(report: ScanReport, options: ScanOptions, folder: Path) -> ScanReport:
     from headwise.scanning import parts
     from headwise.scanning.result import HeadScan
 
-    assert options.other is not None
-    alone = replace(options, model_dir=options.other, demo=False, other=None, out=None, merge=None)
-    if options.saved_other is None:
-        return run_scan_with_progress(alone)
-    words = parts.find_parts([options.other]).corpus.words
-    return _report(HeadScan.load(options.saved_other), words, alone)
-
-
-def _compare_with(report: ScanReport, other: ScanReport, folder: Path) -> ScanReport:
+    alone = replace(options, model_dir=folder, demo=False, other=None, out=None, merge=None)
+    if (saved := options.saved_other) is None:
+        other = run_scan_with_progress(alone)
+    else:
+        words = parts.find_parts([folder]).corpus.words
+        other = _report(HeadScan.load(saved), words, alone)
     name = escape_unprintable(folder.resolve().name)
     name = next((x for x in (other.title, name) if x != report.title), str(folder))
     texts = report.read if other.read == report.read else f"{report.read}; {name}: {other.read}"
@@ -412,11 +394,6 @@ def _compare_with(report: ScanReport, other: ScanReport, folder: Path) -> ScanRe
 def _exit_with_no(*lines: str) -> None:
     output.print_error(join_error_lines(*lines))
     raise typer.Exit(output.NO)
-
-
-def _holds_all_top_keys(scan: HeadScan) -> bool:
-    summaries = [layer.summaries.get("top_keys_of_every_query") for layer in scan.layer_scans]
-    return all(each is not None and bool((each["row"] >= 0).all()) for each in summaries)
 
 
 def _report(scan: HeadScan, words: Words, options: ScanOptions) -> ScanReport:
@@ -490,7 +467,14 @@ def _plan(options: ScanOptions, console: output.Console) -> PlannedScan:
             model,
             texts,
             statistics=options.stats,
-            layers=options.layer_patterns,
+            # A number stands for layers with this number in the name, which may end with the
+            # number of the run or call in brackets.
+            layers=options.layers
+            and tuple(
+                pattern.format(name)
+                for name in options.layers
+                for pattern in (("*.{}.*", "*.{}", "*.{} (*") if name.isdecimal() else ("{}",))
+            ),
             top_keys=options.top_keys,
             map_cells=options.map_cells or (parts.MAP_CELLS if options.out else None),
             processes=processes,
@@ -529,7 +513,6 @@ def _scan_part(
 
 
 def _scan_in_processes(plan: PlannedScan, options: ScanOptions, progress: output.Progress) -> None:
-    """Scan a corpus in several processes, and exit with status 1 if a text was not scanned."""
     from headwise.scanning.workers import scan_in_processes
 
     assert options.out is not None

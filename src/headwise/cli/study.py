@@ -36,15 +36,16 @@ def study(
     start = time.perf_counter()
     with output.progress_bar(output.make_console(stderr=True), "loading torch") as progress:
         from headwise.reports.pictures import require_matplotlib
-        from headwise.study import page, question, run, terminal
+        from headwise.study import output as study_output
+        from headwise.study import question
 
-        names = run.select_ids(questions or [])
+        names = question.select_ids(questions or [])
         if not as_list:
             # Everything that can be refused is refused before the work and before a folder is made.
             require_matplotlib()
             make_parent_and_require_writable(out)
-            result = run.answer_questions(questions or [], progress=progress)
-            path = write_whole(out, page.render_study_page(result))
+            result = question.answer_questions(questions or [], progress=progress)
+            path = write_whole(out, study_output.render_study_page(result))
     if as_list:
         for name in names:
             typer.echo(f"{name:<{max(map(len, names))}}  {question.load_question(name).asks}")
@@ -52,7 +53,7 @@ def study(
     output.print_result(
         path,
         start=start,
-        show=lambda console: terminal.show_study(result, console, whole=bool(questions)),
+        show=lambda console: study_output.show_study(result, console, whole=bool(questions)),
         as_json=result.as_json if as_json else None,
     )
     if not all(answer.holds for answer in result.answers):

@@ -60,9 +60,9 @@ def scan_blobs(
         if values is not None:
             yield f"{prefix}/map/{index}", quantise_square_roots(values)
     thumbs = [
-        pool_thumbnails(values, _edges(scan, layer, values))
-        if values is not None
-        else np.zeros((len(layer.heads), THUMB, THUMB))
+        np.zeros((len(layer.heads), THUMB, THUMB))
+        if values is None
+        else pool_thumbnails(values, map_axes(scan, layer, values.shape[1:]))
         for values, layer in zip(maps, scan.layer_scans, strict=True)
     ]
     if thumbs:
@@ -119,7 +119,6 @@ class MapAxis(NamedTuple):
 
     @property
     def has_short_end(self) -> bool:
-        """True if the last block has fewer tokens than the others."""
         return self.size == int(self.size) and self.last < self.size
 
     @property
@@ -206,22 +205,17 @@ def _maps_of_shares(scan: HeadScan, layer: LayerScan, most: int) -> Array:
     return maps
 
 
-def pool_thumbnails(maps: Array, edges: Sequence[Array] | None = None) -> Array:
+def pool_thumbnails(maps: Array, axes: Sequence[MapAxis] | None = None) -> Array:
     """Return (heads, 16, 16): the mean over the queries, the sum over the keys of each cell.
 
-    ``edges`` are those of the rows and of the columns, as shares; equal blocks if None.
+    Without ``axes`` all blocks of a side are equal.
     """
     equal = [np.linspace(0, 1, size + 1) for size in maps.shape[1:]]
-    rows, cols = equal if edges is None else edges
+    rows, cols = equal if axes is None else [axis.edges for axis in axes]
     mean = THUMB * _block_overlap(rows)
     spread = (_block_overlap(cols) / np.diff(cols)).T
     pooled: Array = mean @ np.fmax(maps, 0) @ spread  # fmax takes 0 instead of NaN
     return pooled
-
-
-def _edges(scan: HeadScan, layer: LayerScan, maps: Array) -> list[Array] | None:
-    axes = map_axes(scan, layer, maps.shape[1:])
-    return None if axes is None else [axis.edges for axis in axes]
 
 
 def _block_overlap(others: Array) -> Array:
@@ -317,12 +311,10 @@ def _written_fields(written: WrittenText) -> dict[str, Any]:
 
 
 def has_known_tokens(text: ScannedText) -> bool:
-    """True if the tokens of a text are known."""
     return bool((text.ids >= 0).all()) and len(text.ids) > 0
 
 
 def sequence_lengths_of_text(scan: HeadScan, text: int | None) -> tuple[int, ...]:
-    """Return the lengths of the sequences of a text; none if it is unknown."""
     return () if text is None else scan.texts[text].lengths
 
 
@@ -332,8 +324,14 @@ def count_top_keys(scan: HeadScan, standouts: Collection[tuple[int, int]] | None
     A scan may have keys of all heads in more than `MOST_ROWS` rows. Then a head (layer, head) that
     is not in ``standouts`` shows its first key alone; None shows all keys.
     """
-    counts = [_stored_top_keys(scan, layer) for layer in scan.layer_scans]
-    sizes = [sum(sequence_lengths_of_text(scan, x.query_text)) for x in scan.layer_scans]
+    lengths = [sequence_lengths_of_text(scan, layer.query_text) for layer in scan.layer_scans]
+    counts = [[0] * len(layer.heads) for layer in scan.layer_scans]
+    for index, (layer, kept) in enumerate(zip(scan.layer_scans, lengths, strict=True)):
+        summary = layer.summaries.get(TOP_KEYS)
+        if summary and kept and tuple(summary["lengths"].tolist()[: len(kept)]) == kept:
+            ranks = summary["key"].shape[-1]
+            counts[index] = [ranks if row >= 0 else 0 for row in summary["row"].tolist()]
+    sizes = map(sum, lengths)
     rows = sum(len(each) * size for each, size in zip(counts, sizes, strict=True))
     has_all = all(count for each in counts for count in each)
     if standouts is None or not has_all or rows <= MOST_ROWS:
@@ -347,16 +345,7 @@ def count_top_keys(scan: HeadScan, standouts: Collection[tuple[int, int]] | None
     ]
 
 
-def _stored_top_keys(scan: HeadScan, layer: LayerScan) -> list[int]:
-    summary, kept = layer.summaries.get(TOP_KEYS), sequence_lengths_of_text(scan, layer.query_text)
-    if summary is None or not kept or tuple(summary["lengths"].tolist()[: len(kept)]) != kept:
-        return [0] * len(layer.heads)
-    ranks = summary["key"].shape[-1]
-    return [ranks if row >= 0 else 0 for row in summary["row"].tolist()]
-
-
 def queries_of_chunk(queries: int) -> int:
-    """Return how many queries are in a blob of top keys."""
     return max(LEAST_IN_CHUNK, -(-queries // MOST_CHUNKS))
 
 
@@ -371,10 +360,8 @@ def _top_key_chunks(scan: HeadScan, layer: LayerScan, counts: Sequence[int]) -> 
     summary = layer.summaries[TOP_KEYS]
     stored = list(zip(summary["row"].tolist(), counts, strict=True))
     rows = [(row, rank) for rank in range(max(counts)) for row, count in stored if rank < count]
-    (row, rank), queries = (
-        torch.tensor(rows).T,
-        sum(sequence_lengths_of_text(scan, layer.query_text)),
-    )
+    row, rank = torch.tensor(rows).T
+    queries = sum(sequence_lengths_of_text(scan, layer.query_text))
     longest = max(sequence_lengths_of_text(scan, layer.key_text), default=0)
     planes, step = 4 if longest > MANY_TOKENS else 2, queries_of_chunk(queries)
     for start in range(0, queries, step):

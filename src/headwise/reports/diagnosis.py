@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
@@ -75,8 +76,7 @@ class StageTables:
         return self.heads <= MOST_NUMBERS
 
 
-@dataclass(frozen=True)
-class LayerRow:
+class LayerRow(NamedTuple):
     """One attention of a model, with a cell for each stage."""
 
     layer: LayerComparison
@@ -85,21 +85,13 @@ class LayerRow:
 
 
 def stage_tables(function: FunctionComparison, layer: str = "") -> StageTables:
-    """Return the tables of an attention."""
     rows = stage_rows(function)
     heads = max((sum(cell.span for cell in row.by_head) for row in rows), default=1)
     return StageTables(function, tuple(rows), tuple(list_compared_calls(function)), heads, layer)
 
 
-def compared_stages_of_model(model: ModelComparison) -> list[str]:
-    """Return the stages that were compared in any layer, in order."""
-    compared = {stage for layer in model.layers for stage in layer.comparison.stages}
-    return [stage for stage in STAGES if stage in compared]
-
-
-def layer_rows(model: ModelComparison) -> list[LayerRow]:
-    """Return a row for each attention of a model."""
-    stages = compared_stages_of_model(model)
+def layer_rows(model: ModelComparison, stages: Sequence[str]) -> list[LayerRow]:
+    """Return a row for each attention of a model, with cells for these stages."""
     rows = []
     for layer in model.layers:
         gaps = {gap.stage: gap for gap in layer.comparison.gaps}
@@ -130,12 +122,10 @@ def difference_percent_text(size: float) -> str:
 
 
 def list_compared_calls(function: FunctionComparison) -> list[tuple[str, int]]:
-    """Return (input, number of the call) of each call, in order."""
     return list(dict.fromkeys((gap.probe, gap.call) for gap in function.gaps))
 
 
 def stage_rows(function: FunctionComparison) -> list[StageRow]:
-    """Return a row for each stage that was compared, in the order of the stages."""
     calls = list_compared_calls(function)
     heads = max((len(gap.sizes) for gap in function.gaps), default=1)
     explained = {stage.stage for stage in function.parted if stage.is_explained}
@@ -276,25 +266,30 @@ class DiagnosisReport:
 
 
 def render_diagnosis_page(report: DiagnosisReport) -> str:
-    """Return the page as HTML."""
     environment = template_environment()
     environment.filters |= {
         "css": images.css_colour,
         "ink": images.text_colour_on,
-        "quoted": mark_quoted_as_code,
+        # The quoted names of tensors are code.
+        "quoted": lambda x: Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(x)))),
     }
-    model = report.diagnosis.model
+    diagnosis, groups = report.diagnosis, report.differing_layer_groups
+    model, layers = diagnosis.model, () if diagnosis.model is None else diagnosis.model.layers
+    compared = {stage for layer in layers for stage in layer.comparison.stages}
+    stages = [stage for stage in STAGES if stage in compared]
+    paths = [cause.page for _, each in groups for cause in each.causes]
+    paths += [page for module in diagnosis.moves or () for page in module.pages if page]
     page = environment.get_template("diagnosis.html").render(
         report=report,
         version=report.versions["headwise"],
-        diagnosis=report.diagnosis,
+        diagnosis=diagnosis,
         sides=report.compared_side_labels,
-        function=report.diagnosis.function,
+        function=diagnosis.function,
         model=model,
-        layers=[] if model is None else layer_rows(model),
-        stages=[] if model is None else compared_stages_of_model(model),
-        cause_count=sum(len(function.causes) for _, function in report.differing_layer_groups),
-        cause_pages=read_cause_pages(report),
+        layers=[] if model is None else layer_rows(model, stages),
+        stages=stages,
+        cause_count=sum(len(function.causes) for _, function in groups),
+        cause_pages={path: Page.read(path) for path in dict.fromkeys(paths)},
         most=MOST_TENSORS,
         most_names=MOST_NAMES,
         gradient=Markup(images.css_gradient()),
@@ -302,18 +297,6 @@ def render_diagnosis_page(report: DiagnosisReport) -> str:
         describe_count=describe_count,
     )
     return secure_page(page)
-
-
-def read_cause_pages(report: DiagnosisReport) -> dict[str, Page]:
-    """Return the pages about the causes of a diagnosis, by path."""
-    paths = [cause.page for _, each in report.differing_layer_groups for cause in each.causes]
-    paths += [page for module in report.diagnosis.moves or () for page in module.pages if page]
-    return {path: Page.read(path) for path in dict.fromkeys(paths)}
-
-
-def mark_quoted_as_code(text: str) -> Markup:
-    """Return a sentence as HTML, with quoted names of tensors as code."""
-    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
 def render_in_frame(diagnosis: Diagnosis) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from headwise.errors import OptionError
 from headwise.reports import blobs, report
 from headwise.scanning.diff import APART, ScanDiff
+from headwise.scanning.layer import LayerScan
 from headwise.scanning.links import Direction, TokenWeights, find_answer
 from headwise.scanning.result import HeadScan
 from headwise.support.lazy import require_package
@@ -38,15 +40,40 @@ MOST_BARS, FEW_BARS, LEAST_BAR = 16, 4, 0.01
 BAR_ROW, AROUND_BARS = 0.18, 0.95  # inches
 BAR_COLOUR = "#1b716d"
 
-Names = Callable[[int], str]
+
+class _Canvas(NamedTuple):
+    """Axes of the caller to draw into, or a new figure of a width in inches."""
+
+    ax: Any
+    width: float
+
+    def make_axes(self, height: float) -> tuple[Figure, Axes]:
+        """Return the axes to draw into; a new figure keeps no state of pyplot."""
+        if self.ax is not None:
+            return self.ax.figure, self.ax
+        from headwise.reports.style import PaperFigure
+
+        figure = PaperFigure(figsize=(self.width, height), layout="compressed")
+        return figure, figure.add_subplot()
+
+    def set_title(self, title: str, axes: Axes) -> None:
+        wrapped = textwrap.fill(title, max(TITLE_LETTERS, int(TITLE_LETTERS * self.width)))
+        if self.ax is None:
+            axes.figure.suptitle(wrapped, fontsize=TITLE_SIZE)
+        else:
+            axes.set_title(wrapped)
 
 
 def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -> Figure:
     """Draw the change of a statistic as `ScanDiff.plot` says."""
     name = statistic or report.most_changed_statistic(diff) or next(iter(diff.scalars), None)
+    models, canvas = (
+        " to ".join(dict.fromkeys((diff.before.model, diff.after.model))),
+        _Canvas(ax, width),
+    )
     if name == APART:
         with _paper_text_style_context():
-            return _draw_statistic(report.total_change(diff), _models(diff), ax, width)
+            return _draw_statistic(report.total_change(diff), models, canvas)
     if name not in diff.scalars:
         known = ", ".join((*diff.scalars, APART))
         raise OptionError(
@@ -60,14 +87,10 @@ def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -
     scale = colours.ListedColormap(
         [np.array(report.diverging_colour(step)) / 255 for step in steps]
     )
-    label, values = report.change_label(diff, name), diff[name].numpy()
+    label, values = f"change of {diff.before.definition(name).label}", diff[name].numpy()
     with _paper_text_style_context():
-        title = f"{_models(diff)}: {label}"
-        return _draw_grid(values, title, label, ax, width, cmap=scale, vmin=-end, vmax=end)
-
-
-def _models(diff: ScanDiff) -> str:
-    return " to ".join(dict.fromkeys((diff.before.model, diff.after.model)))
+        title = f"{models}: {label}"
+        return _draw_grid(values, title, label, canvas, cmap=scale, vmin=-end, vmax=end)
 
 
 def plot_scan(
@@ -77,14 +100,9 @@ def plot_scan(
     layer: int | str | None,
     head: int | None,
     statistic: str | None,
-    token: int | None,
-    direction: Direction,
-    sequence: int,
-    queries: range | None,
-    keys: range | None,
-    name_of: Names | None,
     ax: Any,
     width: float,
+    **asked: Any,
 ) -> Figure:
     """Draw a scan as `HeadScan.plot` says."""
     if kind not in KINDS:
@@ -95,14 +113,10 @@ def plot_scan(
         )
     with _paper_text_style_context():
         if kind == "grid":
-            return _plot_grid(scan, statistic, ax, width)
-        layer, head = _choose_head(scan, layer, head)
-        if kind == "map":
-            return _plot_map(scan, layer, head, (queries, keys), name_of, ax, width)
-        if kind == "token":
-            asked = _Asked(token, direction, sequence)
-            return _plot_token(scan, layer, head, asked, name_of, ax, width)
-        return _plot_offset_profile(scan, layer, head, ax, width)
+            return _plot_grid(scan, statistic, _Canvas(ax, width))
+        subject = _Head(scan, *_choose_head(scan, layer, head), _Canvas(ax, width), **asked)
+        draw = {"map": subject.plot_map, "token": subject.plot_token}
+        return draw.get(kind, subject.plot_offset_profile)()
 
 
 def _choose_head(scan: HeadScan, layer: int | str | None, head: int | None) -> tuple[int, int]:
@@ -120,7 +134,7 @@ def _choose_head(scan: HeadScan, layer: int | str | None, head: int | None) -> t
     return number, head
 
 
-def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> Figure:
+def _plot_grid(scan: HeadScan, statistic: str | None, canvas: _Canvas) -> Figure:
     if statistic is None:
         clearest = report.clearest_statistic(scan)
         statistic = clearest.name if clearest else next(iter(scan.scalars), None)
@@ -130,42 +144,38 @@ def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> 
             needed=f"one number for each head: {', '.join(scan.scalars)}",
             do="choose from these",
         )
-    return _draw_statistic(report.drawn_statistic(scan, statistic), scan.model, ax, width)
+    return _draw_statistic(report.drawn_statistic(scan, statistic), scan.model, canvas)
 
 
-def _draw_statistic(drawn: report.DrawnStatistic, model: str, ax: Any, width: float) -> Figure:
+def _draw_statistic(drawn: report.DrawnStatistic, model: str, canvas: _Canvas) -> Figure:
     low, high, kind = drawn.scale.low, drawn.scale.high, drawn.scale.kind
     power = 0.5 if kind == "weight" else 1.0
     norm = _make_colour_norm(low, max(high, low + 1e-9), power=power)
     label = f"{drawn.definition.label}, {drawn.unit}"
-    ticks = [each for each in WEIGHT_TICKS if each != 0.01] if kind == "weight" else None
-    title = f"{model}: {drawn.definition.heading}"
-    colours = {"cmap": "viridis", "norm": norm, "ticks": ticks, "is_share": kind != "range"}
-    return _draw_grid(np.array(drawn.rows), title, label, ax, width, **colours)
+    scale = {
+        "ticks": [each for each in WEIGHT_TICKS if each != 0.01] if kind == "weight" else None,
+        "format": _percent_format() if kind != "range" else None,
+    }
+    title, values = f"{model}: {drawn.definition.heading}", np.array(drawn.rows)
+    return _draw_grid(values, title, label, canvas, scale, cmap="viridis", norm=norm)
 
 
 def _draw_grid(
     values: Any,
     title: str,
     label: str,
-    ax: Any,
-    width: float,
-    *,
-    ticks: Sequence[float] | None = None,
-    is_share: bool = False,
+    canvas: _Canvas,
+    scale: Mapping[str, Any] = MappingProxyType({}),
     **colours: Any,
 ) -> Figure:
-    height = max(LEAST_HEIGHT, ROW * len(values) + AROUND)
-    figure, axes = _make_axes(ax, width, height)
+    figure, axes = canvas.make_axes(max(LEAST_HEIGHT, ROW * len(values) + AROUND))
     image = axes.imshow(values, aspect="auto", **colours)
-    _set_title(title, axes, ax, width)
+    canvas.set_title(title, axes)
     axes.set_xlabel("head")
     axes.set_ylabel("layer")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(_whole_number_locator())
-    form = _percent_format() if is_share else None
-    wrapped = _wrap_label(label, axes, figure)
-    figure.colorbar(image, ax=axes, label=wrapped, ticks=ticks, format=form)
+    figure.colorbar(image, ax=axes, label=_wrap_label(label, axes, figure), **scale)
     return figure
 
 
@@ -235,47 +245,8 @@ def _make_side(
     return _SideInSight(axis, blocks, first, last)
 
 
-def _plot_map(
-    scan: HeadScan,
-    layer: int,
-    head: int,
-    tokens: tuple[range | None, range | None],
-    name_of: Names | None,
-    ax: Any,
-    width: float,
-) -> Figure:
-    record = scan.layer_scans[layer]
-    maps = blobs.head_map_arrays(scan, record)
-    if maps is None:
-        raise _missing_statistic_error(blobs.MAP)
-    values = maps[record.heads.index(head)]
-    # Texts of several lengths may have no token in common at a place of the map.
-    axes_of_map = blobs.map_axes(scan, record, values.shape) or (None, None)
-    names = ("queries", "keys")
-    rows, columns = map(_make_side, names, tokens, values.shape, axes_of_map)
-    figure, axes = _make_axes(ax, width, width * 0.83)
-    (top, bottom), (left, right) = rows.edges, columns.edges
-    image = axes.imshow(
-        values[rows.shown, columns.shown],
-        cmap="viridis",
-        norm=_make_colour_norm(),
-        extent=(left, right, bottom, top),
-    )
-    places = "" if rows.axis else " (share of the text)"
-    axes.set_xlabel(f"key{places}")
-    axes.set_ylabel(f"query{places}")
-    _set_title(_name_head(scan, layer, head), axes, ax, width)
-    if scan.sequences == 1:
-        texts = (record.query_text, record.key_text)
-        pairs = list(zip(texts, (rows, columns), strict=True))
-        words = [[_word_of(scan, text, 0, n, name_of) for n in _few(side)] for text, side in pairs]
-        _label_axes_with_tokens(axes, (rows, columns), words, width)
-    _mark_short_ends(axes, rows.short_end, columns.short_end)
-    label = _describe_map_cells(rows.axis, columns.axis)
-    label += f", mean of {scan.sequences} texts" if scan.sequences > 1 else ""
-    scale = {"ticks": WEIGHT_TICKS, "format": _percent_format(), "fraction": 0.046}
-    figure.colorbar(image, ax=axes, label=_wrap_label(label, axes, figure), **scale)
-    return figure
+def _few(side: _SideInSight) -> range:
+    return side.tokens if len(side.tokens) <= MOST_TOKENS else range(0)
 
 
 def _describe_map_cells(queries: blobs.MapAxis | None, keys: blobs.MapAxis | None) -> str:
@@ -289,88 +260,133 @@ def _describe_map_cells(queries: blobs.MapAxis | None, keys: blobs.MapAxis | Non
     return f"weight of a block of {queries.words} queries by {keys.words} keys"
 
 
-def _mark_short_ends(
-    axes: Axes, down: tuple[float, float] | None, across: tuple[float, float] | None
-) -> None:
+def _mark_short_ends(axes: Axes, rows: _SideInSight, columns: _SideInSight) -> None:
     line: dict[str, Any] = {"color": "#c43c00", "linewidth": 2, "clip_on": False}
-    if across is not None:
+    if (across := columns.short_end) is not None:
         axes.plot(across, (-0.015, -0.015), transform=axes.get_xaxis_transform(), **line)
-    if down is not None:
+    if (down := rows.short_end) is not None:
         axes.plot((1.015, 1.015), down, transform=axes.get_yaxis_transform(), **line)
 
 
-def _few(side: _SideInSight) -> range:
-    return side.tokens if len(side.tokens) <= MOST_TOKENS else range(0)
+# ---- a head -------------------------------------------------------------------------------------
 
 
-def _label_axes_with_tokens(
-    axes: Axes, sides: Sequence[_SideInSight], words: Sequence[Sequence[str]], width: float
-) -> None:
-    size = min(8, width * POINTS / max(1, *(len(side.tokens) for side in sides)))
-    for axis, side, labels in zip((axes.yaxis, axes.xaxis), sides, words, strict=True):
-        if any(labels):
-            axis.set_ticks(list(_few(side)), [label[:MOST_LETTERS] for label in labels])
-            axis.set_tick_params(labelsize=size, rotation=90 if axis is axes.xaxis else 0)
+class _Head(NamedTuple):
+    """A head, and what is asked of it, as `HeadScan.plot` says."""
 
-
-def _word_of(
-    scan: HeadScan, text: int | None, sequence: int, token: int, name_of: Names | None
-) -> str:
-    if text is None:
-        return ""
-    word = escape_unprintable(scan.texts[text].word(sequence, token, name_of))
-    # A dollar sign would begin mathematics.
-    return word.strip().replace("$", r"\$")
-
-
-# ---- a token ------------------------------------------------------------------------------------
-
-
-class _Asked(NamedTuple):
-    """The token whose answer is drawn."""
-
+    scan: HeadScan
+    layer: int
+    head: int
+    canvas: _Canvas
     token: int | None
     direction: Direction
     sequence: int
+    queries: range | None
+    keys: range | None
+    name_of: Callable[[int], str] | None
 
+    @property
+    def title(self) -> str:
+        return f"{self.scan.model}: layer {self.layer}, head {self.head}"
 
-def _plot_token(
-    scan: HeadScan,
-    layer: int,
-    head: int,
-    asked: _Asked,
-    name_of: Names | None,
-    ax: Any,
-    width: float,
-) -> Figure:
-    token, direction, sequence = asked
-    if token is None:
-        needed = "the token whose answer is drawn"
-        do = f'scan.plot("token", layer={layer}, head={head}, token=17)'
-        raise OptionError(saw="token=None", needed=needed, do=do)
-    options = {"direction": direction, "sequence": sequence}
-    answer = find_answer(scan, layer, head, token, **options)  # type: ignore[arg-type]
-    marked = [pair for pair in answer.pairs if pair[1] >= LEAST_BAR]
-    bars = marked[:MOST_BARS] or answer.pairs[:FEW_BARS]
-    record = scan.layer_scans[layer]
-    texts = (record.query_text, record.key_text)
-    asked_text, others = texts if direction == "keys" else texts[::-1]
-    subject = _name_token(scan, asked_text, sequence, token, name_of)
-    looks = f"what {subject} looks at" if direction == "keys" else f"what looks at {subject}"
-    figure, axes = _make_axes(ax, width, BAR_ROW * max(1, len(bars)) + AROUND_BARS)
-    weights = [weight for _, weight in bars]
-    drawn = axes.barh(range(len(bars)), weights, color=BAR_COLOUR, height=0.7)
-    axes.bar_label(drawn, [_format_percent(weight) for weight in weights], padding=2)
-    names = [_name_token(scan, others, sequence, other, name_of) for other, _ in bars]
-    axes.set_yticks(range(len(bars)), names)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * max(weights, default=1.0))
-    axes.xaxis.set_major_locator(_require_matplotlib("ticker").MaxNLocator(4))
-    axes.xaxis.set_major_formatter(_percent_format())
-    axes.set_xlabel("weight")
-    extent = _describe_answer(answer, marked, direction)
-    _set_title(f"{_name_head(scan, layer, head)}: {looks}; {extent}", axes, ax, width)
-    return figure
+    @property
+    def record(self) -> LayerScan:
+        return self.scan.layer_scans[self.layer]
+
+    def find_word(self, text: int | None, token: int) -> str:
+        if text is None:
+            return ""
+        word = self.scan.texts[text].word(self.sequence, token, self.name_of)
+        # A dollar sign would begin mathematics.
+        return escape_unprintable(word).strip().replace("$", r"\$")
+
+    def name_token(self, text: int | None, token: int) -> str:
+        word = self.find_word(text, token)[:MOST_LETTERS]
+        return f"{in_quotes(word)} at {token:,}" if word else f"token {token:,}"
+
+    def plot_map(self) -> Figure:
+        maps, width = blobs.head_map_arrays(self.scan, self.record), self.canvas.width
+        if maps is None:
+            raise _missing_statistic_error(blobs.MAP)
+        values = maps[self.record.heads.index(self.head)]
+        # Texts of several lengths may have no token in common at a place of the map.
+        axes_of_map = blobs.map_axes(self.scan, self.record, values.shape) or (None, None)
+        tokens = (self.queries, self.keys)
+        rows, columns = map(_make_side, ("queries", "keys"), tokens, values.shape, axes_of_map)
+        figure, axes = self.canvas.make_axes(width * 0.83)
+        (top, bottom), (left, right) = rows.edges, columns.edges
+        image = axes.imshow(
+            values[rows.shown, columns.shown],
+            cmap="viridis",
+            norm=_make_colour_norm(),
+            extent=(left, right, bottom, top),
+        )
+        places = "" if rows.axis else " (share of the text)"
+        axes.set_xlabel(f"key{places}")
+        axes.set_ylabel(f"query{places}")
+        self.canvas.set_title(self.title, axes)
+        if self.scan.sequences == 1:
+            size = min(8, width * POINTS / max(1, len(rows.tokens), len(columns.tokens)))
+            texts = (self.record.query_text, self.record.key_text)
+            sides = zip((axes.yaxis, axes.xaxis), (rows, columns), texts, strict=True)
+            for axis, side, text in sides:
+                words = [self._replace(sequence=0).find_word(text, n) for n in _few(side)]
+                if any(words):
+                    axis.set_ticks(list(_few(side)), [word[:MOST_LETTERS] for word in words])
+                    turn = 90 if axis is axes.xaxis else 0
+                    axis.set_tick_params(labelsize=size, rotation=turn)
+        _mark_short_ends(axes, rows, columns)
+        label = _describe_map_cells(rows.axis, columns.axis)
+        label += f", mean of {self.scan.sequences} texts" if self.scan.sequences > 1 else ""
+        scale = {"ticks": WEIGHT_TICKS, "format": _percent_format(), "fraction": 0.046}
+        figure.colorbar(image, ax=axes, label=_wrap_label(label, axes, figure), **scale)
+        return figure
+
+    def plot_token(self) -> Figure:
+        if (token := self.token) is None:
+            needed = "the token whose answer is drawn"
+            do = f'scan.plot("token", layer={self.layer}, head={self.head}, token=17)'
+            raise OptionError(saw="token=None", needed=needed, do=do)
+        options: Any = {"direction": self.direction, "sequence": self.sequence}
+        answer = find_answer(self.scan, self.layer, self.head, token, **options)
+        marked = [pair for pair in answer.pairs if pair[1] >= LEAST_BAR]
+        bars = marked[:MOST_BARS] or answer.pairs[:FEW_BARS]
+        texts = (self.record.query_text, self.record.key_text)
+        asked, others = texts if self.direction == "keys" else texts[::-1]
+        subject = self.name_token(asked, token)
+        looks = f"what looks at {subject}"
+        looks = f"what {subject} looks at" if self.direction == "keys" else looks
+        figure, axes = self.canvas.make_axes(BAR_ROW * max(1, len(bars)) + AROUND_BARS)
+        weights = [weight for _, weight in bars]
+        drawn = axes.barh(range(len(bars)), weights, color=BAR_COLOUR, height=0.7)
+        axes.bar_label(drawn, [_format_percent(weight) for weight in weights], padding=2)
+        axes.set_yticks(range(len(bars)), [self.name_token(others, other) for other, _ in bars])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.2 * max(weights, default=1.0))
+        axes.xaxis.set_major_locator(_require_matplotlib("ticker").MaxNLocator(4))
+        axes.xaxis.set_major_formatter(_percent_format())
+        axes.set_xlabel("weight")
+        extent = _describe_answer(answer, marked, self.direction)
+        self.canvas.set_title(f"{self.title}: {looks}; {extent}", axes)
+        return figure
+
+    def plot_offset_profile(self) -> Figure:
+        if blobs.OFFSETS not in self.record.summaries:
+            raise _missing_statistic_error(blobs.OFFSETS)
+        weights, outside = blobs.offset_weights(self.record, self.head)
+        figure, axes = self.canvas.make_axes(PROFILE_HEIGHT)
+        # A causal head has no later keys.
+        last = blobs.OFFSET_REACH if any(weight for offset, weight in weights if offset > 0) else 0
+        shown, by_offset = range(-blobs.OFFSET_REACH, last + 1), dict(weights)
+        heights = [by_offset.get(offset, 0.0) for offset in shown]
+        axes.bar(shown, heights, color=BAR_COLOUR, width=0.8)
+        axes.set_ylim(0, 1)
+        axes.xaxis.set_major_locator(_whole_number_locator())
+        axes.set_xlabel("offset of the key from the query, tokens")
+        axes.set_ylabel("weight")
+        words = f"{100 * outside:.0f} % of the weight lies outside"
+        self.canvas.set_title(f"{self.title}; {words}", axes)
+        return figure
 
 
 def _describe_answer(
@@ -396,25 +412,6 @@ def _describe_answer(
     return f"its {largest}, {_format_percent(part / total)} of all that it receives"
 
 
-def _name_token(
-    scan: HeadScan, text: int | None, sequence: int, token: int, name_of: Names | None
-) -> str:
-    word = _word_of(scan, text, sequence, token, name_of)[:MOST_LETTERS]
-    return f"{in_quotes(word)} at {token:,}" if word else f"token {token:,}"
-
-
-def _name_head(scan: HeadScan, layer: int, head: int) -> str:
-    return f"{scan.model}: layer {layer}, head {head}"
-
-
-def _set_title(title: str, axes: Axes, ax: Any, width: float) -> None:
-    wrapped = textwrap.fill(title, max(TITLE_LETTERS, int(TITLE_LETTERS * width)))
-    if ax is None:
-        axes.figure.suptitle(wrapped, fontsize=TITLE_SIZE)
-    else:
-        axes.set_title(wrapped)
-
-
 def _format_percent(share: float) -> str:
     """Format a share as the page does: 87 %, 3.4 %, 0.12 %."""
     value = 100 * share
@@ -428,28 +425,6 @@ def _percent_format() -> Any:
     return _require_matplotlib("ticker").FuncFormatter(lambda value, _: f"{100 * value:.3g} %")
 
 
-# ---- weights by offset --------------------------------------------------------------------------
-
-
-def _plot_offset_profile(scan: HeadScan, layer: int, head: int, ax: Any, width: float) -> Figure:
-    record = scan.layer_scans[layer]
-    if blobs.OFFSETS not in record.summaries:
-        raise _missing_statistic_error(blobs.OFFSETS)
-    weights, outside = blobs.offset_weights(record, head)
-    figure, axes = _make_axes(ax, width, PROFILE_HEIGHT)
-    # A causal head has no later keys.
-    last = blobs.OFFSET_REACH if any(weight for offset, weight in weights if offset > 0) else 0
-    shown, by_offset = range(-blobs.OFFSET_REACH, last + 1), dict(weights)
-    axes.bar(shown, [by_offset.get(offset, 0.0) for offset in shown], color="#1b716d", width=0.8)
-    axes.set_ylim(0, 1)
-    axes.xaxis.set_major_locator(_whole_number_locator())
-    axes.set_xlabel("offset of the key from the query, tokens")
-    axes.set_ylabel("weight")
-    words = f"{100 * outside:.0f} % of the weight lies outside"
-    _set_title(f"{_name_head(scan, layer, head)}; {words}", axes, ax, width)
-    return figure
-
-
 def _require_matplotlib(module: str) -> Any:
     return require_package(f"matplotlib.{module}", purpose="which draws figures", pip="matplotlib")
 
@@ -460,16 +435,6 @@ def _paper_text_style_context() -> Any:
     from headwise.reports.style import paper_style
 
     return paper_style()
-
-
-def _make_axes(ax: Any, width: float, height: float) -> tuple[Figure, Axes]:
-    """Return the axes to draw into; a new figure keeps no state of pyplot."""
-    if ax is not None:
-        return ax.figure, ax
-    from headwise.reports.style import PaperFigure
-
-    figure = PaperFigure(figsize=(width, height), layout="compressed")
-    return figure, figure.add_subplot()
 
 
 def _whole_number_locator() -> Any:

@@ -53,7 +53,6 @@ def text_colour_on(colour: RGB) -> str:
 
 
 def css_gradient() -> str:
-    """Return the whole scale as a CSS gradient, left to right."""
     colours = ",".join(css_colour(viridis_colour(n / 16)) for n in range(17))
     return f"linear-gradient(90deg,{colours})"
 

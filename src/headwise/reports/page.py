@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.resources import files
@@ -52,14 +52,24 @@ def render_scan_page(*reports: view.ScanReport) -> str:
         for name, blob in each.items()
     }
     environment = static_template_environment()
+    static = environment.get_template("scan_static.html")
     page = environment.get_template("viewer.html").render(
         reports=reports,
         version=reports[0].versions["headwise"],
-        statics=[Markup(render_static_body(environment, report)) for report in reports],
+        statics=[Markup(static.render(_template_context(report))) for report in reports],
         viewer_css=Markup(read_viewer_asset("viewer.css")),
     )
-    elements = _viewer_data_elements({"reports": list(metas)} if several else metas[0], named)
-    return secure_page(page, script=read_viewer_asset("viewer.js")).replace(DATA, elements, 1)
+    words = {"reports": list(metas)} if several else metas[0]
+    meta = json.dumps(words, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":  # so that no text ends an element or begins another
+        meta = meta.replace(character, f"\\u{ord(character):04x}")
+    elements = [f'<script type="application/json" id="headwise-meta">{meta}</script>']
+    elements += [
+        f'<script type="text/plain" data-blob="{name}">{images.encode_base85(blob)}</script>'
+        for name, blob in named.items()
+    ]
+    page = secure_page(page, script=read_viewer_asset("viewer.js"))
+    return page.replace(DATA, "\n".join(elements), 1)
 
 
 def render_scan(
@@ -69,7 +79,6 @@ def render_scan(
     name_of: Callable[[int], str] | None = None,
     top_keys: Literal["all", "standouts"] = "standouts",
 ) -> str:
-    """Return the page of a scan alone."""
     if top_keys not in ("all", "standouts"):
         saw = f"top_keys={describe_value(top_keys)}"
         raise OptionError(saw=saw, needed='"all" or "standouts"', do='top_keys="all"')
@@ -96,8 +105,17 @@ def render_diff(
 def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the words and the deflated blobs of a report, for the viewer."""
     scans = [report.scan] if report.second is None else [report.scan, report.second]
-    maps = [_maps_of_page(scan) for scan in scans]
-    top_keys = [_count_top_keys(scan, report) for scan in scans]
+    maps = [
+        [blobs.head_map_arrays(scan, layer, most=most) for layer in scan.layer_scans]
+        for scan, most in zip(scans, map(blobs.most_blocks_of_page, scans), strict=True)
+    ]
+    top_keys = []
+    for scan in scans:
+        heads = [standout.head for standout in view.standout_heads(scan)]
+        heads += [x.before if scan is report.scan else x.after for x in report.changes]
+        chosen = {(head.layer_index, head.head) for head in heads}
+        counted = blobs.count_top_keys(scan, None if report.top_keys == "all" else chosen)
+        top_keys.append(counted)
     names_of = [report.name_of, report.second_name_of or report.name_of]
     # zlib releases the lock of the interpreter.
     with ThreadPoolExecutor() as pool:
@@ -112,31 +130,12 @@ def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, byte
     return meta, {name: blob.result() for name, blob in deflated.items()}
 
 
-def _maps_of_page(scan: HeadScan) -> list[blobs.Array | None]:
-    most = blobs.most_blocks_of_page(scan)
-    return [blobs.head_map_arrays(scan, layer, most=most) for layer in scan.layer_scans]
-
-
 def read_viewer_asset(name: str) -> str:
-    """Return the built script or style of the viewer."""
     return files("headwise.reports").joinpath("static", name).read_text("utf-8")
 
 
 def _deflate_bytes(content: bytes) -> bytes:
     return zlib.compress(content, QUICK_LEVEL if len(content) >= QUICK_FROM else 9)
-
-
-def _viewer_data_elements(meta: dict[str, Any], stored: Mapping[str, bytes]) -> str:
-    """Return elements with the data. No text in them can end an element or begin another."""
-    words = json.dumps(meta, separators=(",", ":"), allow_nan=False)
-    for character in "<>&":
-        words = words.replace(character, f"\\u{ord(character):04x}")
-    elements = [f'<script type="application/json" id="headwise-meta">{words}</script>']
-    elements += [
-        f'<script type="text/plain" data-blob="{name}">{images.encode_base85(blob)}</script>'
-        for name, blob in stored.items()
-    ]
-    return "\n".join(elements)
 
 
 # ---- the data of the viewer in words -----------------------------------------------------------
@@ -150,6 +149,7 @@ def report_meta(
     scans = [report.scan] if second is None else [report.scan, second]
     each = zip(scans, report.names, maps, top_keys, strict=False)
     rule = view.RULE if diff is None else view.CHANGE_RULE
+    link = find_strongest_link(report.scan, report.name_of) if second is None else None
     return {
         "version": VERSION,
         "headwise": report.versions["headwise"],
@@ -164,22 +164,10 @@ def report_meta(
         "command": report.command,
         "files": list(report.files),
         "scans": [_scan_meta(report, *its) for its in each],
-        "opening": None if second is not None else _opening_meta(report),
+        "opening": link and dict(zip(("layer", "head", "token"), link, strict=True)),
         "matched": list(map(list, diff.assignment)) if diff is not None and report.match else None,
         "changes": [] if diff is None else [_change_meta(diff, each) for each in report.changes],
     }
-
-
-def _opening_meta(report: view.ScanReport) -> dict[str, int] | None:
-    link = find_strongest_link(report.scan, report.name_of)
-    return None if link is None else dict(zip(("layer", "head", "token"), link, strict=True))
-
-
-def _count_top_keys(scan: HeadScan, report: view.ScanReport) -> blobs.TopKeyCounts:
-    heads = [standout.head for standout in view.standout_heads(scan)]
-    heads += [x.before if scan is report.scan else x.after for x in report.changes]
-    chosen = {(head.layer_index, head.head) for head in heads}
-    return blobs.count_top_keys(scan, None if report.top_keys == "all" else chosen)
 
 
 def _scan_meta(
@@ -334,7 +322,6 @@ def render_in_frame(scan: HeadScan) -> str:
 
 
 def static_template_environment() -> jinja2.Environment:
-    """Return the environment of the pages of scans, with its filters."""
     environment = template_environment()
     environment.filters |= {
         "css": images.css_colour,
@@ -344,11 +331,6 @@ def static_template_environment() -> jinja2.Environment:
         ),
     }
     return environment
-
-
-def render_static_body(environment: jinja2.Environment, report: view.ScanReport) -> str:
-    """Return the static form as a part of another page."""
-    return environment.get_template("scan_static.html").render(_template_context(report))
 
 
 def _template_context(report: view.ScanReport) -> dict[str, Any]:
@@ -378,7 +360,6 @@ def _template_context(report: view.ScanReport) -> dict[str, Any]:
 
 
 def standout_cards(report: view.ScanReport) -> list[HeadCard]:
-    """Return a card for each head that stands out, with all of its reasons."""
     scan, by_head = report.scan, dict[tuple[int, int], list[StandoutHead]]()
     for standout in report.standouts:
         position = (standout.head.layer_index, standout.head.head)
@@ -424,14 +405,13 @@ def map_images(scan: HeadScan, cards: list[HeadCard]) -> list[LayerMaps]:
             )
             for head in heads
         }
-        axes = blobs.map_axes(scan, layer, maps.shape[1:])
-        layers.append(LayerMaps(pictures, "" if axes is None else _describe_blocks(*axes)))
+        blocks = ""
+        if (axes := blobs.map_axes(scan, layer, maps.shape[1:])) is not None:
+            queries, keys = axes
+            blocks = f"Queries of a block: {queries.words}. Keys of a block: {keys.words}."
+            if queries.words == keys.words:
+                blocks = f"Tokens of a block: {keys.words}."
+            if queries.size == keys.size == 1:
+                blocks = "One token a cell."
+        layers.append(LayerMaps(pictures, blocks))
     return layers
-
-
-def _describe_blocks(queries: blobs.MapAxis, keys: blobs.MapAxis) -> str:
-    if queries.size == keys.size == 1:
-        return "One token a cell."
-    if queries.words == keys.words:
-        return f"Tokens of a block: {keys.words}."
-    return f"Queries of a block: {queries.words}. Keys of a block: {keys.words}."

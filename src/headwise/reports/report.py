@@ -80,7 +80,6 @@ LIBRARIES = ("headwise", "torch")
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that made a report."""
     return {name: metadata.version(name) for name in LIBRARIES}
 
 
@@ -168,7 +167,6 @@ class ScanReport:
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """The notes of the report, then those of the scan."""
         return (*self.notes, *self.scan.notes)
 
     @cached_property
@@ -183,7 +181,6 @@ class ScanReport:
 
     @property
     def num_heads(self) -> int:
-        """Number of scanned heads in all layers."""
         return sum(len(layer.heads) for layer in self.scan.layer_scans)
 
     @property
@@ -195,15 +192,6 @@ class ScanReport:
             return layers
         fewest = f"{counts[0]} to " if len(counts) > 1 else ""
         return f"{layers} of {fewest}{describe_count(counts[-1], 'head')}"
-
-    @property
-    def missing_statistics_by_reason(self) -> dict[str, list[str]]:
-        """Names of the statistics that no layer has, by the reason."""
-        reasons: dict[str, list[str]] = {}
-        for name in self.scan.names:
-            if self.scan.layers and name not in self.scan.measured:
-                reasons.setdefault(self.scan.layer_scans[0].missing[name], []).append(name)
-        return reasons
 
     @property
     def not_measured_sentences(self) -> list[str]:
@@ -230,8 +218,10 @@ class ScanReport:
         sentences = []
         for layer, compared in zip(scan.layer_scans, scan.compared_queries, strict=True):
             if compared is not None:
-                queries = _describe_compared_queries(*compared)
-                sentences.append(f"Share of the weight that lies elsewhere, {queries}.")
+                least, most, queries = compared
+                some = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+                words = "every query" if least == queries else f"{some} of {queries:,} queries"
+                sentences.append(f"Share of the weight that lies elsewhere, on {words}.")
             elif HEAD_DISTANCE in layer.missing:
                 sentences.append(f"No distances to other heads ({layer.missing[HEAD_DISTANCE]}).")
             else:
@@ -256,13 +246,16 @@ class ScanReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return all but the pictures as JSON data; None where a head has no value."""
-        scan = self.scan
+        scan, missing = self.scan, dict[str, list[str]]()
+        for name in scan.names if scan.layers else ():
+            if name not in scan.measured:
+                missing.setdefault(scan.layer_scans[0].missing[name], []).append(name)
         return {
             "model": {"name": self.title, "class": scan.model, "about": self.about},
             "read": {"what": self.read, "sequences": scan.sequences, "tokens": scan.tokens},
             "chosen": self.chosen,
             "notes": list(self.all_notes),
-            "missing": self.missing_statistics_by_reason,
+            "missing": missing,
             "statistics": [fields_of_statistic(scan.definition(name)) for name in scan.scalars],
             "heads": [
                 {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
@@ -292,14 +285,6 @@ class ScanReport:
         return {"compared": {"first": first, "second": second}, "changes": rows}
 
 
-def _describe_compared_queries(least: int, most: int, queries: int) -> str:
-    """``on every query``, ``on 256 of 16,384 queries``."""
-    if least == queries:
-        return "on every query"
-    some = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    return f"on {some} of {queries:,} queries"
-
-
 # ---- statistics, and heads that stand out --------------------------------------------------------
 
 
@@ -324,7 +309,6 @@ class Scale:
         return (value - self.low) / span if span > 0 else 0.5
 
     def colour(self, value: float) -> images.RGB:
-        """Return the colour of a value."""
         return images.viridis_colour(self.position(value))
 
     def format_short(self, value: float) -> str:
@@ -366,12 +350,6 @@ class DrawnStatistic:
         return LEAST_SPAN * abs(self.middle) or 1e-9
 
     @property
-    def short_texts(self) -> list[list[str]]:
-        """The values as the picture shows them."""
-        short = self.scale.format_short
-        return [["" if value != value else short(value) for value in row] for row in self.rows]
-
-    @property
     def varies_enough(self) -> bool:
         """True if the picture shows differences between heads, and a share reaches 5 per cent."""
         real = [value for row in self.rows for value in row if value == value]
@@ -381,16 +359,9 @@ class DrawnStatistic:
 
     @property
     def is_constant(self) -> bool:
-        """True if there are several heads and the picture would show the same for each."""
         real = [value for row in self.rows for value in row if value == value]
         forms = (self.scale.format_short, self.format_long)
         return len(real) > 1 and any(len(set(map(form, real))) == 1 for form in forms)
-
-    def is_far_above(self, value: float) -> bool:
-        """True if a value is clearly above the middle head; see `RULE`."""
-        more = value - self.middle
-        least = 0.0 if self.scale.kind == "range" else LEAST_SHARE
-        return more >= max(least, (FACTOR_APART - 1) * abs(self.middle)) and more > 0
 
     def stands_out(self, value: float, *, of_one_key: float) -> bool:
         """True if the highest value is named by the `RULE`.
@@ -402,11 +373,9 @@ class DrawnStatistic:
             return value > LEAST_ON_ONE_KEY
         if self.name in OF_ONE_KEY and value >= of_one_key * (1 - SAME_SHARE):
             value -= of_one_key
-        return self.is_far_above(value)
-
-    def is_far_below(self, value: float) -> bool:
-        """True if a value is clearly below the middle head; see `RULE`."""
-        return 0 < FACTOR_APART * value <= self.middle
+        more = value - self.middle
+        least = 0.0 if self.scale.kind == "range" else LEAST_SHARE
+        return more >= max(least, (FACTOR_APART - 1) * abs(self.middle)) and more > 0
 
     def format_long(self, value: float) -> str:
         """Format a value for a sentence: ``87 %``, ``5.41 nats``."""
@@ -421,18 +390,11 @@ class DrawnStatistic:
 
 
 def drawn_statistic(scan: HeadScan, name: str) -> DrawnStatistic:
-    """Return a scalar statistic of the scan with its scale."""
     values, definition = scan[name], scan.definition(name)
     real = values[values.isfinite()]
     middle = float(real.median()) if real.numel() else float("nan")
-    return DrawnStatistic(
-        name=name,
-        label=definition.heading,
-        definition=definition,
-        rows=values.tolist(),
-        middle=middle,
-        scale=_make_scale(scan, definition, real, middle),
-    )
+    scale = _make_scale(scan, definition, real, middle)
+    return DrawnStatistic(name, definition.heading, definition, values.tolist(), middle, scale)
 
 
 def _make_scale(scan: HeadScan, definition: Definition, real: Tensor, middle: float) -> Scale:
@@ -485,27 +447,27 @@ def standout_heads(
     distinct: dict[str, DrawnStatistic] = {}
     for statistic in candidates:
         if statistic.varies_enough or (statistic.name == ONE_KEY and len(scan.heads) > 1):
-            distinct.setdefault(str(statistic.short_texts), statistic)
+            short = statistic.scale.format_short
+            texts = [["" if x != x else short(x) for x in row] for row in statistic.rows]
+            distinct.setdefault(str(texts), statistic)
     heads, on_one_key = list[StandoutHead](), None
     for statistic in distinct.values():
         definition = statistic.definition
-        top = scan.top(statistic.name, 1)[:1]
-        if top and statistic.stands_out(top[0].value, of_one_key=_value_at(on_one_key, top[0])):
-            made = _make_standout_head(scan, statistic, top[0], definition.highest_value_phrase)
+        for top in scan.top(statistic.name, 1):
+            is_same = on_one_key is not None and on_one_key[:3] == top[:3]
+            share = on_one_key.value if on_one_key is not None and is_same else 0.0
+            if not statistic.stands_out(top.value, of_one_key=share):
+                continue
+            made = _make_standout_head(scan, statistic, top, definition.highest_value_phrase)
             if statistic.name == ONE_KEY:
-                on_one_key, key = top[0], _describe_one_key(scan, top[0], name_of)
+                on_one_key, key = top, _describe_one_key(scan, top, name_of)
                 made = replace(made, sentence=made.sentence.replace("one key", key))
             heads.append(made)
         if definition.least:
             low = scan.top(statistic.name, 1, lowest=True)[0]
-            if statistic.is_far_below(low.value):
+            if 0 < FACTOR_APART * low.value <= statistic.middle:
                 heads.append(_make_standout_head(scan, statistic, low, definition.least))
     return heads
-
-
-def _value_at(head: HeadValue | None, other: HeadValue) -> float:
-    is_same = head is not None and head[:3] == other[:3]
-    return head.value if head is not None and is_same else 0.0
 
 
 def _describe_one_key(scan: HeadScan, head: HeadValue, name_of: Callable[[int], str] | None) -> str:
@@ -589,13 +551,14 @@ def largest_changes(diff: ScanDiff, *, n: int, names: tuple[str, str]) -> list[H
 def _change_sizes(diff: ScanDiff) -> dict[str, Tensor]:
     """Return the size of each change (layers, heads), by statistic; NaN where there is none."""
     sizes: dict[str, Tensor] = {}
-    known: list[tuple[Tensor, Tensor]] = []
+    known: list[Tensor] = []
     scalars = [name for name in PICTURED if name in diff.scalars]
     for name in dict.fromkeys([*scalars, *diff.scalars]):
         pair = diff.before[name], diff.partner_values(name)
-        if any(all(map(_equal_with_nan, pair, other)) for other in known):
+        both = torch.stack(pair)
+        if any(torch.allclose(both, other, rtol=0, atol=0, equal_nan=True) for other in known):
             continue
-        known.append(pair)
+        known.append(both)
         here, there = (values.isfinite() for values in pair)
         scale = joint_scale(diff, name)
         size = (pair[1] - pair[0]).abs() / max(scale.high - scale.low, 1e-12)
@@ -603,10 +566,6 @@ def _change_sizes(diff: ScanDiff) -> dict[str, Tensor]:
         size[~(here.any(1) & there.any(1))] = torch.nan
         sizes[name] = size
     return sizes
-
-
-def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 
 def joint_scale(diff: ScanDiff, name: str) -> Scale:
@@ -649,11 +608,6 @@ def _make_change(
 
 def _name_side(words: str, name: str) -> str:
     return f"{words} {name}" if name in TIME_WORDS else f"{words} in {name}"
-
-
-def change_label(diff: ScanDiff, name: str) -> str:
-    """Return the heading of a change."""
-    return f"change of {diff.before.definition(name).label}"
 
 
 def diverging_colour(position: float) -> RGB:

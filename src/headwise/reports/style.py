@@ -24,7 +24,6 @@ STYLE: dict[Any, Any] = {
 
 
 def paper_style() -> Any:
-    """Return a context with the settings of a paper."""
     return mpl.rc_context(STYLE)
 
 

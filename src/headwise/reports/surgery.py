@@ -31,15 +31,13 @@ MERGED = {
 }
 
 
-def head_rows(table: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return the name and the heads of each layer, from the table of a plan.
-
-    The colour of a head is by its share of the largest effect.
-    """
+def render_cut(result: Pruning | Regrouping, model: str, commands: Sequence[str] = ()) -> str:
+    """Return the page of a pruning or a regrouping as HTML; ``commands`` load what was written."""
+    is_pruning = isinstance(result, Pruning)
+    table = result.plan.table() if is_pruning else []
     most = max((abs(x) for row in table for x in row["effects"]), default=0.0) or 1.0
-    rows = []
-    for row in table:
-        cells = [
+    rows = {
+        row["layer"].rstrip("."): [
             {
                 "number": head,
                 "effect": effect,
@@ -48,19 +46,12 @@ def head_rows(table: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str,
             }
             for head, effect in enumerate(row["effects"])
         ]
-        rows.append((row["layer"].rstrip("."), cells))
-    return rows
-
-
-def render_cut(result: Pruning | Regrouping, model: str, commands: Sequence[str] = ()) -> str:
-    """Return the page of a pruning or a regrouping as HTML; ``commands`` load what was written."""
-    name, parts = "regroup.html", dict[str, Any]()
-    if isinstance(result, Pruning):
-        name, parts = "surgery.html", {"rows": head_rows(result.plan.table())}
+        for row in table
+    }
     versions = library_versions()
     page = (
         template_environment()
-        .get_template(name)
+        .get_template("surgery.html" if is_pruning else "regroup.html")
         .render(
             model=model,
             plan=result.plan,
@@ -71,7 +62,7 @@ def render_cut(result: Pruning | Regrouping, model: str, commands: Sequence[str]
             means=(float(result.before.mean()), float(result.after.mean())),
             version=versions["headwise"],
             torch=versions["torch"],
-            **parts,
+            rows=rows.items(),
         )
     )
     return secure_page(page)

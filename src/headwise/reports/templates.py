@@ -34,7 +34,6 @@ def template_environment() -> jinja2.Environment:
 
 
 def mark_identifiers_as_code(text: str) -> Markup:
-    """Return a sentence as HTML, with identifiers marked as code."""
     return Markup(_IDENTIFIER.sub(lambda match: f"<code>{match[0]}</code>", escape(text)))
 
 

@@ -93,21 +93,18 @@ def print_input_and_standouts(report: view.ScanReport, console: Console) -> None
 def print_statistic_grid(report: view.ScanReport, console: Console) -> None:
     """Print every head in the statistic that tells heads apart best, and what is missing."""
     if (statistic := view.clearest_statistic(report.scan)) is not None:
+        names = [f"{row} is {name}" for row, name in enumerate(report.scan.layers)]
+        skipped = ["..."] if len(names) > MOST_NAMES + 1 else []
+        shown = [*names[:MOST_NAMES], *skipped, *names[MOST_NAMES:][-1:]]
         _print_paragraph(
             console,
             "Every head: a row is a layer, a column a head, both counted from 0. In per cent, "
-            f"unless a unit is given. Layers: {_layer_names_legend(report.scan.layers)}.",
+            f"unless a unit is given. Layers: {', '.join(shown)}.",
         )
         console.print(draw_statistic(statistic, console.width))
         console.print()
     for sentence in report.not_measured_sentences:
         _print_paragraph(console, sentence, "dim")
-
-
-def _layer_names_legend(layers: tuple[str, ...]) -> str:
-    names = [f"{row} is {name}" for row, name in enumerate(layers)]
-    skipped = ["..."] if len(names) > MOST_NAMES + 1 else []
-    return ", ".join([*names[:MOST_NAMES], *skipped, *names[MOST_NAMES:][-1:]])
 
 
 def draw_statistic(statistic: view.DrawnStatistic, width: int) -> Text:

@@ -18,7 +18,7 @@ from headwise.scanning.call import CapturedCall
 from headwise.scanning.layer import TextRecorder
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import Layers, Numbers, SelectedLayers, Statistics
-from headwise.scanning.statistics.similarity import HeadDistance, KeptRows, PassOfModel, Reads
+from headwise.scanning.statistics.similarity import HeadDistance, PassOfModel
 from headwise.scanning.statistics.statistic import read_tiles
 from headwise.scanning.written import GivenText, list_written
 from headwise.support.progress import Progress, no_progress
@@ -182,17 +182,14 @@ class _Collector:
             elif name not in layer.summaries:
                 layer.missing[name] = reason
         for statistic, sums in read_tiles(call, fitting):
-            if statistic is self._distance:
-                # The same text with other padding would have other numbers of queries and keys.
-                reads = (texts[0], *call.first_real_key.tolist())
-                self._keep_rows(call.layer_index, reads, sums)
-            else:
+            if statistic is not self._distance:
                 layer.add_summary(statistic, statistic.make_summary(sums, call))
-
-    def _keep_rows(self, layer: int, reads: Reads, rows: KeptRows) -> None:
-        if self._pass.has_ended_before(layer, reads):
-            self._end_pass()
-        self._pass.add(layer, reads, rows)
+                continue
+            # The same text with other padding would have other numbers of queries and keys.
+            reads = (texts[0], *call.first_real_key.tolist())
+            if self._pass.has_ended_before(call.layer_index, reads):
+                self._end_pass()
+            self._pass.add(call.layer_index, reads, sums)
 
     def _end_pass(self) -> None:
         ended, self._pass = self._pass, PassOfModel()

@@ -282,8 +282,18 @@ def _require_same_heads(before: ScanReadings, after: ScanReadings) -> None:
 
 def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, ...]:
     names = [name for name in before.measured if FIELD not in before.definition(name).axes]
-    names = [name for name in names if name in after.measured]
-    names = [name for name in names if _has_same_entries(before, after, name)]
+    # Maps of texts of other lengths have other numbers of entries.
+    names = [
+        name
+        for name in names
+        if name in after.measured
+        and all(
+            a.summaries[name][part].shape == b.summaries[name][part].shape
+            for a, b in zip(before.layer_scans, after.layer_scans, strict=True)
+            if name in a.summaries and name in b.summaries
+            for part in a.summaries[name].keys() & b.summaries[name].keys()
+        )
+    ]
     do = "scan both models with the same statistics"
     for name in names:
         if difference := before.definition(name).difference_of_meaning(after.definition(name)):
@@ -293,19 +303,6 @@ def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, 
         needed = f"one of {', '.join(before.measured) or 'none'} in the second scan"
         raise OptionError(saw="scans with no statistic in common", needed=needed, do=do)
     return tuple(names)
-
-
-def _has_same_entries(before: ScanReadings, after: ScanReadings, name: str) -> bool:
-    """False if heads have other numbers of entries, as maps of texts of other lengths."""
-    pairs = [
-        [layer.summaries.get(name, {}) for layer in layers]
-        for layers in zip(before.layer_scans, after.layer_scans, strict=True)
-    ]
-    return all(
-        first[part].shape == second[part].shape
-        for first, second in pairs
-        for part in first.keys() & second.keys()
-    )
 
 
 def _head_distances(

@@ -39,6 +39,7 @@ from headwise.support.text import describe_value
 VERSION = 3
 READABLE = (2, VERSION)  # format 2 has no texts as they were written; format 1 is upgraded
 KEY = "headwise.scan"  # of the metadata
+NOT_WHOLE = "it is no whole .safetensors file ({!s:.120})"
 COPY_AGAIN = "copy it again from where it was saved, or scan again"
 LONGEST_SHOWN = 40
 LONGEST_EXCERPT = 400
@@ -191,7 +192,18 @@ def write_scan_file(
     }
     if document is not None:
         about["document"] = dict(document)
-    tensors = _tensors_of_scan(scan)
+    tensors = {
+        f"texts/{number}/{part}": tensor
+        for number, text in enumerate(scan.texts)
+        for part, tensor in _tensors_of_text(text).items()
+    }
+    tensors |= {
+        # safetensors accepts neither views nor shared memory.
+        f"{index}/{name}/{part}": tensor.clone(memory_format=torch.contiguous_format)
+        for index, layer in enumerate(scan.layer_scans)
+        for name, summary in layer.summaries.items()
+        for part, tensor in summary.items()
+    }
     try:
         _check_scan_fields(about)
         _rebuild_layers_and_texts(about["layers"], tensors, scan.statistics)
@@ -217,21 +229,6 @@ def _fields_of_layer(layer: LayerScan) -> dict[str, Any]:
     texts = {name: getattr(layer, name) for name in TEXTS_OF_LAYER}
     texts = {name: -1 if text is None else text for name, text in texts.items()}
     return {**vars(layer), "heads": list(layer.heads), "summaries": summaries, **texts}
-
-
-def _tensors_of_scan(scan: ScanReadings) -> dict[str, Tensor]:
-    texts = {
-        f"texts/{number}/{part}": tensor
-        for number, text in enumerate(scan.texts)
-        for part, tensor in _tensors_of_text(text).items()
-    }
-    return texts | {
-        # safetensors accepts neither views nor shared memory.
-        f"{index}/{name}/{part}": tensor.clone(memory_format=torch.contiguous_format)
-        for index, layer in enumerate(scan.layer_scans)
-        for name, summary in layer.summaries.items()
-        for part, tensor in summary.items()
-    }
 
 
 def _tensors_of_text(text: ScannedText) -> dict[str, Tensor]:
@@ -270,21 +267,25 @@ def read_document(path: Path, *, remedy: str = COPY_AGAIN) -> Any:
     """Return what was saved beside a scan, without reading its numbers."""
     try:
         with safe_open(path, framework="pt") as file:
-            about = parse_json_object((file.metadata() or {}).get(KEY, "{}"))
+            return parse_json_object((file.metadata() or {}).get(KEY, "{}")).get("document")
     except (SafetensorError, TypeError, ValueError, RuntimeError) as error:
-        raise damaged_file_error(path, FieldError(_not_whole(error)), remedy) from error
-    return about.get("document")
-
-
-def _not_whole(error: Exception) -> str:
-    return f"it is no whole .safetensors file ({str(error)[:120]})"
+        raise damaged_file_error(path, FieldError(NOT_WHOLE.format(error)), remedy) from error
 
 
 def read_scan_fields(
     path: Path, statistics: Iterable[Statistic] = (), *, remedy: str = COPY_AGAIN
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the fields of the scan in a file, and the document that was saved with it."""
-    known = _list_by_name(statistics)
+    known: dict[str, list[Statistic]] = {}
+    shipped = (*catalogue.STANDARD, TopKeysOfEveryQuery(), *catalogue.IMPORTANCE)
+    for statistic in (*shipped, *catalogue.EARLIER):
+        known.setdefault(statistic.definition.name, []).append(statistic)
+    for statistic in statistics:
+        if not isinstance(statistic, Statistic):
+            saw = f"statistics with {describe_value(statistic)}"
+            needed = "the Statistic objects of the file that are not in headwise's catalogue"
+            raise OptionError(saw=saw, needed=needed, do="HeadScan.load(path) for headwise's own")
+        known[statistic.definition.name] = [statistic]
     try:
         about, tensors = _read_file(path)
         _check_scan_fields(about)
@@ -296,20 +297,6 @@ def read_scan_fields(
     fields = {name: about[name] for name in ("model", "sequences", "tokens")}
     fields |= {"notes": tuple(about["notes"]), "statistics": in_file}
     return {**fields, "layer_scans": layers, "texts": texts}, about.get("document")
-
-
-def _list_by_name(statistics: Iterable[Statistic]) -> dict[str, list[Statistic]]:
-    shipped = (*catalogue.STANDARD, TopKeysOfEveryQuery(), *catalogue.IMPORTANCE)
-    known: dict[str, list[Statistic]] = {}
-    for statistic in (*shipped, *catalogue.EARLIER):
-        known.setdefault(statistic.definition.name, []).append(statistic)
-    for statistic in statistics:
-        if not isinstance(statistic, Statistic):
-            saw = f"statistics with {describe_value(statistic)}"
-            needed = "the Statistic objects of the file that are not in headwise's catalogue"
-            raise OptionError(saw=saw, needed=needed, do="HeadScan.load(path) for headwise's own")
-        known[statistic.definition.name] = [statistic]
-    return known
 
 
 def damaged_file_error(path: Path, fault: FieldError, remedy: str) -> OptionError:
@@ -340,7 +327,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     # torch raises TypeError or RuntimeError for an impossible size.
     except (SafetensorError, TypeError, RuntimeError) as error:
-        raise FieldError(_not_whole(error)) from error
+        raise FieldError(NOT_WHOLE.format(error)) from error
     if text is None:
         saw = f"{path}, a safetensors file that holds no scan"
         do = "if the file holds weights: headwise.scan(model, inputs).save(path) first"

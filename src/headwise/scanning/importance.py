@@ -16,10 +16,9 @@ each sequence would be unknown.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -40,6 +39,7 @@ from headwise.support.text import describe_value
 
 __all__ = ["ablations", "gradients", "mean_outputs", "next_token"]
 
+Key = TypeVar("Key", bound=Hashable)
 # (output of the model, its inputs) -> (batch,)
 Loss = Callable[[Any, Any], Tensor]
 # (heads, value_dim) of each layer, by its name
@@ -64,8 +64,10 @@ class _Watcher:
 
     def note_call(self, call: CapturedCall) -> LayerScan | None:
         """Count a call of a run with all heads, and return its layer if that is selected."""
-        if self._causal:
-            _require_causal(call)
+        if self._causal and not is_causal(call):
+            saw = f"loss=None for a model whose layer {call.layer} attends to later tokens"
+            needed = "a causal model for the default loss, which predicts each next token"
+            raise OptionError(saw=saw, needed=needed, do=PASS_A_LOSS)
         if self._is_new:
             self.tokens, self._is_new = self.tokens + int(call.real_queries.sum()), False
         return self.layers.record_call_and_find_layer(call)
@@ -198,17 +200,13 @@ class Gates(_Watcher):
                 self.notes[f"{layer.name}: the loss does not depend on its heads"] = None
                 gradient = torch.zeros_like(gate)
             by_layer.setdefault(layer.name, (layer, []))[1].append(gradient.double())
-        for layer, of_gates in by_layer.values():
-            _add_gradients(layer, of_gates)
-
-
-def _add_gradients(layer: LayerScan, gradients: list[Tensor]) -> None:
-    """Add the gradients (batch, heads, queries) of all gates of a layer to its sums."""
-    signed = torch.stack([gradient.sum(-1) for gradient in gradients]).sum(0)
-    absolute = torch.stack([gradient.abs().sum(-1) for gradient in gradients]).sum(0)
-    gate, taylor = signed.abs().sum(0).cpu(), absolute.sum(0).cpu()
-    for statistic, total in zip(GRADIENTS, (gate, gate.clone(), taylor), strict=True):
-        layer.add_summary(statistic, {"sum": total, "count": torch.full_like(total, len(signed))})
+        for layer, gradients in by_layer.values():  # (batch, heads, queries) of each of its gates
+            signed = torch.stack([gradient.sum(-1) for gradient in gradients]).sum(0)
+            absolute = torch.stack([gradient.abs().sum(-1) for gradient in gradients]).sum(0)
+            gate, taylor = signed.abs().sum(0).cpu(), absolute.sum(0).cpu()
+            for statistic, total in zip(GRADIENTS, (gate, gate.clone(), taylor), strict=True):
+                summary = {"sum": total, "count": torch.full_like(total, count)}
+                layer.add_summary(statistic, summary)
 
 
 def _mark_layer_missing(layer: LayerScan, reason: str) -> None:
@@ -283,24 +281,44 @@ def mean_outputs(
     Raises:
         OptionError: layers that do not exist, or no captured attention.
     """
-    model, prepared = prepare(model, inputs)
     chosen = SelectedLayers(layers)
-    sums: dict[str, Tensor] = {}
-    counts: Counter[str] = Counter()
 
-    def watch(call: CapturedCall) -> None:
+    def measure(call: CapturedCall) -> Iterator[tuple[tuple[str, str], Tensor]]:
         if chosen.record_call_and_find_layer(call) is None or call.outputs is None:
             return
         real = call.real_queries
         # masked_fill, since infinite values at padding times 0 are NaN.
         outputs = call.outputs.double().masked_fill(~real[:, None, :, None], 0.0)
-        sums[call.layer] = sums.get(call.layer, 0) + outputs.sum((0, 2))
-        counts[call.layer] += int(real.sum())
+        yield (call.layer, "sum"), outputs.sum((0, 2))
+        yield (call.layer, "count"), real.sum()
+
+    sums = record_sums(model, inputs, measure)
+    names = [layer.name for layer in chosen.selected_layers()]
+    return {name: sums[name, "sum"] / sums[name, "count"] for name in names}
+
+
+def record_sums(
+    model: nn.Module,
+    inputs: Any,
+    measure: Callable[[CapturedCall], Iterable[tuple[Key, Tensor]]],
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> dict[Key, Tensor]:
+    """Run a model; return the sums of what is measured of all calls, by its keys.
+
+    ``progress`` is called with the number of inputs that are done, and of all.
+    """
+    model, prepared = prepare(model, inputs)
+    sums: dict[Key, Tensor] = {}
+
+    def watch(call: CapturedCall) -> None:
+        for key, part in measure(call):
+            sums[key] = sums[key] + part if key in sums else part
 
     with record_attention(model, watch) as recorder:
-        for model_input in prepared:
-            recorder.run(model_input)
-    return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.selected_layers()}
+        for done, each in enumerate(prepared, start=1):
+            recorder.run(each)
+            progress(done, len(prepared))
+    return sums
 
 
 class _HeadAblation(_Watcher):
@@ -520,14 +538,6 @@ def is_causal(call: CapturedCall) -> bool:
     rows = torch.tensor([0, (queries - 1) // 2], device=call.matrix.q.device)
     later = torch.arange(keys, device=rows.device) > rows[:, None]
     return not bool(((call.matrix.rows(rows) > 0) & later).any())
-
-
-def _require_causal(call: CapturedCall) -> None:
-    """Raise OptionError if a query attends to a later key."""
-    if not is_causal(call):
-        saw = f"loss=None for a model whose layer {call.layer} attends to later tokens"
-        needed = "a causal model for the default loss, which predicts each next token"
-        raise OptionError(saw=saw, needed=needed, do=PASS_A_LOSS)
 
 
 def find_logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> Tensor:

@@ -136,7 +136,15 @@ class TextRecorder:
         sequences = [ids[chosen] for ids, chosen in zip(tokens, real, strict=True)]
         if call.own_key:
             return (self._continue_text(call, sequences, call.own_key),) * 2
-        keys = self._find_or_add_text(sequences, real)
+        are_known = (
+            len(known) == len(sequences) and all(map(torch.equal, known, sequences))
+            for known in self._now
+        )
+        keys = next((n for n, known in enumerate(are_known) if known), len(self._now))
+        if keys == len(self._now):
+            self._lengths += [] if keys else map(len, sequences)
+            self._now.append(sequences)
+            self._written.append(self._find_written(sequences, real))
         if call.own_key == 0 and not call.is_cross:
             self._last_queries = keys
             self._first.setdefault(keys, (call.layer, call.matrix.k[:, :, : call.matrix.shape[2]]))
@@ -161,16 +169,6 @@ class TextRecorder:
                     self._now[number] = sequences
                 return number
         return None
-
-    def _find_or_add_text(self, sequences: list[Tensor], real: Tensor) -> int:
-        for number, known in enumerate(self._now):
-            if len(known) == len(sequences) and all(map(torch.equal, known, sequences)):
-                return number
-        if not self._now:
-            self._lengths += map(len, sequences)
-        self._now.append(sequences)
-        self._written.append(self._find_written(sequences, real))
-        return len(self._now) - 1
 
     def _find_written(self, sequences: list[Tensor], real: Tensor) -> list[WrittenText | None]:
         """Return the written text of each sequence: of the first text that they fit.

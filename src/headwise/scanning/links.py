@@ -240,13 +240,10 @@ def _require_token(scan: ScanReadings, text: int, sequence: int, token: int, *, 
     for which, (number, count) in numbers.items():
         if convert_to_int_or_none(number) is None or not 0 <= number < count:
             saw = f"{which}={describe_value(number)}"
-            needed = f"a number from 0 to {count - 1:,}: there {_are(count, which)}"
+            are = f"{'is' if count == 1 else 'are'} "
+            are += describe_count(count, "token" if which == "key" else which)
+            needed = f"a number from 0 to {count - 1:,}: there {are}"
             raise OptionError(saw=saw, needed=needed, do=f"{which}=0")
-
-
-def _are(count: int, name: str) -> str:
-    noun = "token" if name == "key" else name
-    return f"{'is' if count == 1 else 'are'} {describe_count(count, noun)}"
 
 
 def _not_stored_error(of_what: str) -> OptionError:
@@ -339,21 +336,30 @@ class _LargestWeights(NamedTuple):
 
     def find(self, token: int, key: int | None, direction: Direction) -> Iterator[_HeadLink]:
         """Yield the link of each head that has one among the stored keys, or a bound of a pair."""
-        largest = self._rest()
+        # What is not stored has at most the smallest stored weight, and what the stored ones leave
+        # up to their rounding; 0 where a rank has no key.
+        rounding = self.share.shape[-1] * torch.finfo(torch.float32).eps
+        left = (1 - self.share.clamp(min=0).sum(-1)).clamp(min=0) + rounding
+        most = torch.minimum(self.share[..., -1].clamp(min=0), left)  # (heads, queries)
         for nth, position in enumerate(self.heads):
-            keys, shares, rest = self.key[nth], self.share[nth], largest[nth]
-            if direction == "queries":
-                yield from _find_query(position, token, keys, shares, rest)
+            keys, shares, rest = self.key[nth], self.share[nth], most[nth]
+            if direction == "queries":  # the query that gives most to the key
+                given = shares.masked_fill(keys != token, 0).amax(-1)
+                query = int(given.argmax())
+                if (weight := float(given[query])) > 0:
+                    others = rest.masked_fill(given > 0, 0)
+                    bound: Bound = "exact" if weight >= float(others.max()) else "at least"
+                    yield _HeadLink(position, query, token, weight, bound)
             elif key is None:
                 if shares[token, 0] > 0:
                     yield _HeadLink(position, token, int(keys[token, 0]), float(shares[token, 0]))
             else:
-                weight = shares[token][keys[token] == key]
-                if len(weight):
-                    yield _HeadLink(position, token, key, float(weight[0]))
+                stored = shares[token][keys[token] == key]
+                if len(stored):
+                    yield _HeadLink(position, token, key, float(stored[0]))
                 else:
-                    most = float(rest[token])
-                    yield _HeadLink(position, token, key, most, "at most" if most else "exact")
+                    limit = float(rest[token])
+                    yield _HeadLink(position, token, key, limit, "at most" if limit else "exact")
 
     def strongest(self, is_chosen: Callable[[Tensor, Tensor], Tensor]) -> Iterator[_HeadLink]:
         """Yield the two strongest of the chosen links."""
@@ -361,16 +367,6 @@ class _LargestWeights(NamedTuple):
         queries = torch.arange(key.shape[1])[:, None]
         for nth, query, rank, weight in _two_largest(self.share * is_chosen(queries, key)):
             yield _HeadLink(self.heads[nth], query, int(key[nth, query, rank]), weight)
-
-    def _rest(self) -> Tensor:
-        """Return (heads, queries): the most that a key may have that is not stored.
-
-        It is at most the smallest stored weight, and what the stored ones leave, up to their
-        rounding; 0 where a rank has no key.
-        """
-        rounding = self.share.shape[-1] * torch.finfo(torch.float32).eps
-        left = (1 - self.share.clamp(min=0).sum(-1)).clamp(min=0) + rounding
-        return torch.minimum(self.share[..., -1].clamp(min=0), left)
 
 
 def _two_largest(values: Tensor) -> Iterator[tuple[int, int, int, float]]:
@@ -381,15 +377,3 @@ def _two_largest(values: Tensor) -> Iterator[tuple[int, int, int, float]]:
         if value > 0:
             first, second, third = (int(x) for x in torch.unravel_index(place, values.shape))
             yield first, second, third, value
-
-
-def _find_query(
-    position: int, token: int, keys: Tensor, shares: Tensor, rest: Tensor
-) -> Iterator[_HeadLink]:
-    """Yield the query that gives most to a key, if the key is among its stored ones."""
-    given = shares.masked_fill(keys != token, 0).amax(-1)
-    query = int(given.argmax())
-    if (weight := float(given[query])) > 0:
-        others = rest.masked_fill(given > 0, 0)
-        bound: Bound = "exact" if weight >= float(others.max()) else "at least"
-        yield _HeadLink(position, query, token, weight, bound)

@@ -412,8 +412,8 @@ class PartFolder:
         path = self.corpus.path_of(self.out, index)
         if not path.exists():
             options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
-            options["written"] = self.written[index]
-            fresh = self.model.scan(self.inputs[index], progress=progress, **options)
+            options |= {"written": self.written[index], "progress": progress}
+            fresh = self.model.scan(self.inputs[index], **options)
             # A scan that cannot be merged is not written, so the run can resume without it.
             if fits is not None and (difference := fits.reason_not_mergeable(fresh)) is not None:
                 raise OptionError(
@@ -523,7 +523,11 @@ def find_parts(folders: Sequence[str | PathLike[str]]) -> FoundParts:
             here.require_continued_by(corpus, out / CORPUS)
         corpus = here
         for index, path in list_parts(out):
-            if index >= len(corpus.documents) or not _is_of_corpus(corpus, index, path):
+            is_foreign = index >= len(corpus.documents)
+            if not is_foreign:
+                saved = _check_document(path, file.read_document(path, remedy=REMOVE))
+                is_foreign = saved != corpus.fields_of_document(index)
+            if is_foreign:
                 foreign.append(path)
             elif index in paths:
                 doubled.append(path)
@@ -533,11 +537,6 @@ def find_parts(folders: Sequence[str | PathLike[str]]) -> FoundParts:
         raise OptionError(saw="no folder", needed="folders of a corpus", do="name at least one")
     missing = tuple(d.name for index, d in enumerate(corpus.documents) if index not in paths)
     return FoundParts(corpus, paths, missing, tuple(doubled), tuple(foreign))
-
-
-def _is_of_corpus(corpus: Corpus, index: int, path: Path) -> bool:
-    saved = _check_document(path, file.read_document(path, remedy=REMOVE))
-    return bool(saved == corpus.fields_of_document(index))
 
 
 def merge_parts(

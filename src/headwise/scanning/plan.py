@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -29,9 +29,9 @@ from headwise.scanning import call
 from headwise.scanning.inputs import call_model_on_input, explain_failure_on_token_ids, list_inputs
 from headwise.scanning.record import record_attention
 from headwise.scanning.result import HeadScan
-from headwise.scanning.selection import Layers
+from headwise.scanning.selection import Layers, select_statistics
 from headwise.scanning.source import ModelToScan, TextToRead
-from headwise.scanning.statistics import catalogue, similarity
+from headwise.scanning.statistics import similarity
 from headwise.scanning.statistics.maps import MOST_CELLS, Map, TopKeysOfEveryQuery, most_blocks
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.progress import Progress
@@ -67,8 +67,8 @@ class PlannedScan:
     def scan_text(self, text: TextToRead, progress: Progress | None = None) -> HeadScan:
         """Return the scan of one text."""
         options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
-        options["written"] = text.written
-        return self.model.scan(text.ids, progress=progress, **options)
+        options |= {"written": text.written, "progress": progress}
+        return self.model.scan(text.ids, **options)
 
 
 def require_room_for_model(folder: str | PathLike[str], *, copies: int = 1) -> None:
@@ -119,9 +119,9 @@ def plan_scan(
         seconds = time.perf_counter() - start
     if map_cells is None:
         map_cells = _cells_within_bounds(len(tried.heads), longest)
-    chosen = _choose_statistics(statistics, map_cells)
-    by_default = statistics is None
-    heads = _choose_top_keys(top_keys, tried, sum(lengths), by_default=by_default)
+    of_size, (selected, _) = Map(map_cells), select_statistics(statistics)
+    chosen = tuple(of_size if isinstance(each, Map) else each for each in selected)
+    heads = _choose_top_keys(top_keys, tried, sum(lengths), by_default=statistics is None)
     chosen += (TopKeysOfEveryQuery(heads),) if heads else ()
     estimate = None
     if model.device.type == "cpu":  # of another device, neither time nor memory is known
@@ -140,14 +140,6 @@ def _require_memory_of_scan(
     what = f"{times}{longest:,} tokens of {model.title}"
     do = "--length N with fewer tokens, --stats with fewer statistics, or --skip-memory-check"
     require_memory(estimate.extra_bytes + copies, what=what, do=do)
-
-
-def _choose_statistics(
-    names: Sequence[str] | None, map_cells: int | None
-) -> tuple[TileStatistic, ...]:
-    standard, of_size = catalogue.STANDARD, Map(map_cells)
-    chosen = standard if names is None else catalogue.find_standard_statistics(names)
-    return tuple(of_size if isinstance(each, Map) else each for each in chosen)
 
 
 def _cells_within_bounds(heads: int, tokens: int) -> int | None:
@@ -398,16 +390,7 @@ def require_memory(needed: int, *, what: str, do: str) -> None:
 
 def available_memory(root: Path = Path("/")) -> int:
     """Return the free bytes of the machine, or of a control group if that has fewer."""
-    return min((int(psutil.virtual_memory().available), *_iterate_free_bytes_of_cgroups(root)))
-
-
-def process_memory() -> int:
-    """Return the bytes that this process holds."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def _iterate_free_bytes_of_cgroups(root: Path) -> Iterator[int]:
-    """Yield the free bytes of each control group of the process and of the groups around it."""
+    free = [int(psutil.virtual_memory().available)]
     for line in _read_lines_if_readable(root / "proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)
         inner = Path(path.lstrip("/"))
@@ -419,7 +402,13 @@ def _iterate_free_bytes_of_cgroups(root: Path) -> Iterator[int]:
             if most and now and most[0].isdecimal():  # "max" is no limit
                 # The kernel counts cached files as used, although it can drop them.
                 cached = int(dict(line.split() for line in stat).get("inactive_file", 0))
-                yield max(0, int(most[0]) - int(now[0]) + cached)
+                free.append(max(0, int(most[0]) - int(now[0]) + cached))
+    return min(free)
+
+
+def process_memory() -> int:
+    """Return the bytes that this process holds."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def _read_lines_if_readable(path: Path) -> list[str]:

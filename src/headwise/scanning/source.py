@@ -147,7 +147,16 @@ def open_model(
         CheckpointError: a cut model whose cut.json is of another one.
         HeadwiseError: as `headwise.checkpoints.transformers.load`.
     """
-    place = parse_device(device)
+    try:
+        place = torch.device(device)
+        torch.zeros(1, device=place).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise OptionError(
+            saw=f"{{device}} {device}: {' '.join(str(error).split())[:120]}",
+            needed="a device of this machine that torch can use",
+            do="leave {device} out to run on the processor",
+            parameter="device",
+        ) from error
     if dtype not in (None, *DTYPES):
         saw = f"{{dtype}} {dtype}"
         needed = f"one of {', '.join(DTYPES)}"
@@ -161,21 +170,6 @@ def open_model(
     opened_with = {"folder": folder, "dtype": dtype, "trust_remote_code": trust_remote_code}
     inputs = model.inputs
     return replace(model, inputs=lambda ids: inputs(ids.to(model.device)), opened_with=opened_with)
-
-
-def parse_device(name: str) -> torch.device:
-    """Return a device that can hold numbers; raise OptionError if there is none of this name."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise OptionError(
-            saw=f"{{device}} {name}: {' '.join(str(error).split())[:120]}",
-            needed="a device of this machine that torch can use",
-            do="leave {device} out to run on the processor",
-            parameter="device",
-        ) from error
-    return device
 
 
 def _load_stored(

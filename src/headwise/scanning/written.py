@@ -107,19 +107,17 @@ def list_written(
     values: Any = [written] if is_one else written
     if isinstance(written, str) or not isinstance(values, Sequence):
         raise _written_error(describe_value(written), "a text with its spans for each sequence")
-    return [_parse_written(value) for value in values]
+    texts: list[WrittenText | None] = []
+    for value in values:
+        is_made = value is None or isinstance(value, WrittenText)
+        if not is_made and not _is_pair(value):
+            raise _written_error(describe_value(value), "a WrittenText, or a text and its spans")
+        texts.append(value if is_made else WrittenText(*value))
+    return texts
 
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
-
-
-def _parse_written(value: Any) -> WrittenText | None:
-    if value is None or isinstance(value, WrittenText):
-        return value
-    if not _is_pair(value):
-        raise _written_error(describe_value(value), "a WrittenText, or a text and its spans")
-    return WrittenText(*value)
 
 
 def _written_error(saw: str, needed: str) -> OptionError:

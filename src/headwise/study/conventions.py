@@ -61,7 +61,6 @@ KINDS: Mapping[str, Sequence[str]] = {
 
 
 def random_tokens() -> Tensor:
-    """Return random tokens, (batch, length, embed_dim)."""
     return torch.randn(BATCH, LENGTH, EMBED_DIM)
 
 
@@ -99,7 +98,6 @@ def depends_on_token(
 def traced_softmaxes(
     implementation: Implementation, x: Tensor, mask: Any = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the input and the output of each softmax that torch computes."""
     steps = trace_operations(implementation, x, lambda x: implementation(x, mask))
     return [(s.inputs[0].detach(), s.result) for s in steps if s.operation == "_softmax"]
 
@@ -163,7 +161,6 @@ def dropout_target(constructor: Constructor) -> str:
 
 @torch.no_grad()
 def count_dropout_modules(constructor: Constructor) -> tuple[int, int]:
-    """Count the dropout modules, and those of them that are called in training."""
     implementation = constructor(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).train()
     modules = [module for module in implementation.modules() if isinstance(module, nn.Dropout)]
     called: set[nn.Module] = set()
@@ -189,7 +186,6 @@ def attention_weight_axes(implementation: Implementation) -> str:
 
 @torch.no_grad()
 def weights_before_or_after_dropout(constructor: Constructor) -> str:
-    """Return whether the weights returned in training are before or after dropout."""
     implementation = constructor(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).train()
     weights = implementation.returned_attention_weights(random_tokens())
     if weights is None:
@@ -232,7 +228,6 @@ def initial_output_projection_std(
 
 
 def conventions_by_path() -> dict[str, Any]:
-    """Return the conventions of two classes on each of their paths."""
     weights = SharedWeights.random(EMBED_DIM)
     layer = TorchLayer(EMBED_DIM, NUM_HEADS)
     layer.load_weights(weights)

@@ -49,7 +49,6 @@ def style_axes(axes: Axes, title: str = "", **settings: Any) -> None:
 
 
 def label_point(axes: Axes, words: str, point: Point, offset: Point, **look: Any) -> Annotation:
-    """Write words at an offset from a point, in points right and up."""
     return axes.annotate(words, point, offset, textcoords="offset points", **look)
 
 
@@ -67,7 +66,6 @@ class Sheet:
     def inset(
         self, left: float, top: float, width: float, height: float, *, frame: bool = True
     ) -> Axes:
-        """Return axes for an image."""
         whole = self.height
         axes = self.figure.add_axes(
             (left / WIDTH, 1 - (top + height) / whole, width / WIDTH, height / whole)
@@ -87,7 +85,6 @@ class Sheet:
         alpha: float = 1.0,
         label: str = "",
     ) -> None:
-        """Draw a filled rectangle with a label in it."""
         from matplotlib.patches import Rectangle
 
         look: dict[str, Any] = {"facecolor": colour, "edgecolor": "none", "alpha": alpha}
@@ -103,7 +100,6 @@ class Sheet:
             self.write((start[0] + end[0]) / 2 + 0.1, (start[1] + end[1]) / 2, label)
 
     def line(self, y: float) -> None:
-        """Draw a thin horizontal line over the sheet."""
         self.axes.plot([0.2, WIDTH - 0.2], [y, y], color=LINE, linewidth=0.8)
 
     def head(self, x: float, y: float, words: str, **look: Any) -> None:
@@ -133,5 +129,4 @@ def signed_colours(
 
 
 def per_cent(share: float, _position: int = 0) -> str:
-    """Return ``34 %``: a formatter of ticks."""
     return f"{100 * share:.0f}\u00a0%"

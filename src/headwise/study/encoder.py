@@ -85,7 +85,6 @@ def record_calls(
 
 
 def run_minilm(*texts: str, progress: Progress = no_progress) -> RecordedRun:
-    """Record all-MiniLM-L6-v2 over a text and a shorter one, by default of the demo."""
     paragraphs = read_opening_paragraphs()
     texts = texts or (" ".join(paragraphs), paragraphs[0])
     progress("loading all-MiniLM-L6-v2", 0, 2)

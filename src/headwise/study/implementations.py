@@ -65,13 +65,11 @@ class SharedWeights:
 
     @classmethod
     def of_linears(cls, *linears: Any) -> SharedWeights:
-        """Make the weights from the parameters of four linear layers, without a copy."""
         biases = (x.bias for x in linears if x.bias is not None)
         return cls.of_matrices((x.weight for x in linears), biases)
 
     @classmethod
     def of_torch_layer(cls, layer: nn.MultiheadAttention) -> SharedWeights:
-        """Split the packed weights of torch's layer, without a copy."""
         out = layer.out_proj
         return cls.from_packed(layer.in_proj_weight, layer.in_proj_bias, out.weight, out.bias)
 
@@ -90,14 +88,12 @@ class SharedWeights:
         return cls.of_matrices(matrices, biases)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of ``x``."""
         biases = self.biases or (None,) * 4
         q, k, v = (F.linear(x, w, b) for w, b in zip(self.matrices[:3], biases[:3], strict=True))
         return q, k, v
 
     @property
     def matrices(self) -> tuple[Tensor, ...]:
-        """The matrices of queries, keys, values and output."""
         return self.q, self.k, self.v, self.out
 
     @property
@@ -434,7 +430,6 @@ class GPT2(OfTransformers):
         return gpt2.GPT2Model(config).h[0].attn
 
     def as_shared_weights(self) -> SharedWeights:
-        """Return the transposed matrices, since Conv1D stores (in, out)."""
         fused, out = self.inner.c_attn, self.inner.c_proj
         return SharedWeights.from_packed(fused.weight.mT, fused.bias, out.weight.mT, out.bias)
 

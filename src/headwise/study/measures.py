@@ -25,7 +25,6 @@ from headwise.support.tracing import one_thread
 
 
 def count_parameters(layer: nn.Module) -> int:
-    """Return the number of parameters of a layer."""
     return sum(p.numel() for p in layer.parameters())
 
 
@@ -100,20 +99,16 @@ class Projected(NamedTuple):
     v: Float[Tensor, "batch keys embed_dim"]
 
     def split(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of each head, (batch, heads, length, head_dim)."""
         q, k, v = (stages.split_heads(p, heads=heads) for p in self)
         return q, k, v
 
     def scores(self, heads: int) -> Float[Tensor, "batch {heads} queries keys"]:
-        """Return the scores, the input of the softmax."""
         return stages.scores(*self.split(heads)[:2])
 
     def weights(self, heads: int) -> Float[Tensor, "batch {heads} queries keys"]:
-        """Return the attention weights."""
         return stages.weights(*self.split(heads)[:2])
 
     def outputs(self, heads: int) -> Float[Tensor, "batch queries embed_dim"]:
-        """Return the concatenated head outputs, the input of the output projection."""
         return stages.merge_heads(stages.head_outputs(*self.split(heads)))
 
 
@@ -127,7 +122,6 @@ def relative_difference(
 
 
 def score_error_budget(projected: Projected) -> Budget:
-    """Return the error budget of the scores of a single head."""
     q, k, _ = projected.split(1)
     floor = rounding.row_rounding(q, k, Roundoff.of(q.dtype)).score_error
     return Budget.for_function(stages.scores, q, k, floor=floor, name="scores")
@@ -150,7 +144,6 @@ def error_budget_ratios(actual: Float[Tensor, "*shape"], budget: Budget) -> Floa
 
 
 def round_matrix(values: Float[Tensor, "rows columns"], *, digits: int) -> list[list[float]]:
-    """Return a matrix as lists of numbers with this many decimals."""
     return [[round(value, digits) for value in row] for row in values.tolist()]
 
 

@@ -70,7 +70,7 @@ DRAWN_BY: dict[tuple[str, Form], str] = {
     ("HeadScan", "html"): "headwise.reports.page.render_in_frame",
     ("HeadScan", "page"): "headwise.reports.page.render_scan",
     ("HeadScan", "figure"): "headwise.reports.figures.plot_scan",
-    ("HeadScan", "widget"): "headwise.reports.widget.view_scan",
+    ("HeadScan", "widget"): "headwise.reports.notebook.view_scan",
     ("HeadScan", "standouts"): "headwise.reports.report.standout_heads",
     ("ScanDiff", "text"): "headwise.reports.terminal.diff_text",
     ("ScanDiff", "html"): "headwise.reports.notebook.diff_html",

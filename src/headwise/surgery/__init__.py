@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from headwise.surgery._regroup import RegroupPlan as RegroupPlan
     from headwise.surgery._regroup import plan_regroup as plan_regroup
     from headwise.surgery._regroup import regroup as regroup
-    from headwise.surgery.check import check_folder as check_folder
     from headwise.surgery.cut import Cut as Cut
     from headwise.surgery.cut import LayerCut as LayerCut
     from headwise.surgery.cut import full_size as full_size
     from headwise.surgery.folders import FolderPlan as FolderPlan
     from headwise.surgery.folders import Written as Written
+    from headwise.surgery.folders import check_folder as check_folder
     from headwise.surgery.folders import load as load
     from headwise.surgery.folders import plan_folder as plan_folder
     from headwise.surgery.folders import write as write
@@ -31,9 +31,8 @@ __getattr__, __dir__, __all__ = export_lazily(
     {
         "_prune": "Pruning PruningPlan plan_prune prune",
         "_regroup": "Regrouping RegroupPlan plan_regroup regroup",
-        "check": "check_folder",
         "cut": "Cut LayerCut full_size",
-        "folders": "FolderPlan Written load plan_folder write",
+        "folders": "FolderPlan Written check_folder load plan_folder write",
         "memory": "cut_layer cut_model",
         "models": "ModelHeads",
     },

@@ -20,15 +20,9 @@ from headwise.scanning.weights import unwrap_compiled
 from headwise.support.arguments import require_choice
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
-from headwise.surgery.choice import Choice, Search, Take
+from headwise.surgery.choice import By, Choice, HeadEffects, Journal, Search, Take
 from headwise.surgery.cut import Cut
-from headwise.surgery.effects import By, HeadEffects, Journal
-from headwise.surgery.fit import (
-    Decision,
-    Repair,
-    cut_heads,
-    refit_heads,
-)
+from headwise.surgery.fit import Decision, Repair, cut_heads, refit_heads
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.moments import match_names, record_moments
@@ -94,19 +88,16 @@ class PruningPlan:
         Args:
             progress: called with (stage, steps done, steps in all).
         """
-        cut, decisions = self._repair(progress)
+        cut, decisions = self.cut, dict[str, Decision]()
         model, held_out = self.heads.model, self.data.held_out
+        if self.repair == "refit":
+            recorded = record_moments(model, self.data.fit, progress=progress)
+            sums = {name: recorded[label] for name, label in self.names.items()}
+            cut, decisions = refit_heads(self.heads, self.gone, sums)
         made = cut_model(cut, model)
         before, after, moved = self.quality.change(model, made, held_out)
         curve = self._curve(before, progress)
         return Pruning(self, cut, made, decisions, before, after, moved, curve)
-
-    def _repair(self, progress: Progress) -> tuple[Cut, dict[str, Decision]]:
-        if self.repair != "refit":
-            return self.cut, {}
-        recorded = record_moments(self.heads.model, self.data.fit, progress=progress)
-        sums = {name: recorded[label] for name, label in self.names.items()}
-        return refit_heads(self.heads, self.gone, sums)
 
     def _curve(self, before: Tensor, progress: Progress) -> tuple[Point, ...]:
         """Measure with all heads, with the choice, and at about `POINTS` places in between."""
@@ -127,13 +118,6 @@ class PruningPlan:
         model = cut_model(cut_heads(self.heads, gone, means, zeroed=True), self.heads.model)
         return float(self.quality.values(model, self.data.held_out).mean())
 
-    def _prediction(self) -> str:
-        """Return the sum of the effects; by gradients each counts as a loss."""
-        change = f"{-self.choice.predicted:+.4f}"
-        if self.by == "gradient":
-            return f"change of quality to first order: {change} at worst, each head as a loss"
-        return f"predicted change of quality: {change}, the sum of the effects of single heads"
-
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each layer: its name, heads, heads gone, and the effects of all."""
         gone = self.choice.gone()
@@ -150,10 +134,12 @@ class PruningPlan:
 
     def __str__(self) -> str:
         choice = self.choice
-        total, kept = choice.total, choice.kept()
+        total, kept, change = choice.total, choice.kept(), f"{-choice.predicted:+.4f}"
         lines = [
             f"{kept} of {total} heads stay, {total - kept} go, chosen by {self.by}",
-            self._prediction(),
+            f"change of quality to first order: {change} at worst, each head as a loss"
+            if self.by == "gradient"
+            else f"predicted change of quality: {change}, the sum of the effects of single heads",
         ]
         words = {
             row["layer"]: f"{row['kept']} of {row['heads']}  gone: "

@@ -226,14 +226,13 @@ class LayerCut:
         if any(len(kv) > 1 for kv in heads.kv):
             groups = ("+".join(map(str, kv)) for kv in dict.fromkeys(heads.kv))
             text += f" ({' '.join(groups)})"
-        phrases = dict.fromkeys(filter(None, map(_describe_step, self.steps)))
-        return text + "".join(f", {phrase}" for phrase in phrases)
-
-
-def _describe_step(step: Step) -> str:
-    if isinstance(step, Merge):
-        return f"merged by {'maps' if step.has_maps else 'their mean'}"
-    return NAMED.get(step.kind, "")
+        phrases = (
+            f"merged by {'maps' if step.has_maps else 'their mean'}"
+            if isinstance(step, Merge)
+            else NAMED.get(step.kind, "")
+            for step in self.steps
+        )
+        return ", ".join([text, *dict.fromkeys(filter(None, phrases))])
 
 
 NAMED = {
@@ -309,7 +308,11 @@ class Cut:
                 "kv_heads": layer.num_kv_heads,
                 "left": list(layer.origins.query),
                 "off": sorted(layer.origins.off),
-                "steps": [_write_step(step) for step in layer.steps],
+                "steps": [
+                    {"step": step.kind}
+                    | {x.name: _write_value(getattr(step, x.name)) for x in fields(step)}  # type: ignore[arg-type]
+                    for step in layer.steps
+                ],
             }
             for name, layer in self
         }
@@ -344,11 +347,6 @@ class Cut:
         return cls.from_json(Path(path).read_text("utf-8"))
 
 
-def _write_step(step: Step) -> dict[str, Any]:
-    values = {each.name: getattr(step, each.name) for each in fields(step)}  # type: ignore[arg-type]
-    return {"step": step.kind} | {name: _write_value(value) for name, value in values.items()}
-
-
 def _write_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         content = save({"x": value.detach().cpu().contiguous()})
@@ -357,17 +355,15 @@ def _write_value(value: Any) -> Any:
 
 
 def _read_layer(values: Mapping[str, Any]) -> LayerCut:
-    steps = (_read_step(step) for step in values["steps"])
+    steps = []
+    for stored in values["steps"]:
+        read = {name: _read_value(value) for name, value in stored.items() if name != "step"}
+        steps.append(STEPS[stored["step"]](**read))
     layer = LayerCut(values["heads"], values["kv_heads"]).then(*steps)
     stated, heads = (values["left"], values["off"]), layer.origins
     if stated != ([*heads.query], sorted(heads.off)):
         raise ValueError("states other heads that are left or off than its steps")
     return layer
-
-
-def _read_step(values: Mapping[str, Any]) -> Step:
-    read = {name: _read_value(value) for name, value in values.items() if name != "step"}
-    return STEPS[values["step"]](**read)
 
 
 def _read_value(value: Any) -> Any:
@@ -386,18 +382,17 @@ def full_size(cut: Cut) -> Cut:
         OptionError: a merge or another basis after heads were taken out, or more kv heads than
             before.
     """
-    return Cut({name: _full_layer(layer) for name, layer in cut})
-
-
-def _full_layer(cut: LayerCut) -> LayerCut:
-    full = LayerCut(cut.num_heads, cut.num_kv_heads)
-    at = [*range(cut.num_heads)]  # head of the cut layer -> head of the full one
-    for step in cut.steps:
-        full, at = _add_step(full, at, step)
-    left = len(full.origins.kv)
-    if left > cut.num_kv_heads:
-        raise _no_full_size(f"{left} kv heads, where the model has {cut.num_kv_heads}")
-    return full if left == cut.num_kv_heads else full.expand(cut.num_kv_heads)
+    layers = {}
+    for name, layer in cut:
+        full = LayerCut(layer.num_heads, layer.num_kv_heads)
+        at = [*range(layer.num_heads)]  # head of the cut layer -> head of the full one
+        for step in layer.steps:
+            full, at = _add_step(full, at, step)
+        left, before = len(full.origins.kv), layer.num_kv_heads
+        if left > before:
+            raise _no_full_size(f"{left} kv heads, where the model has {before}")
+        layers[name] = full if left == before else full.expand(before)
+    return Cut(layers)
 
 
 def _add_step(full: LayerCut, at: list[int], step: Step) -> tuple[LayerCut, list[int]]:

@@ -7,13 +7,19 @@ A folder is written in one of three forms. "plain": plain transformers loads the
 
 from __future__ import annotations
 
+import copy
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwise.checkpoints.config import read_config
@@ -42,6 +48,7 @@ from headwise.checkpoints.transformers import (
     read_model,
 )
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
+from headwise.function.budget import Budget
 from headwise.function.weights import State
 from headwise.layouts import registry
 from headwise.layouts.plan import ConversionStep, make_copy_step
@@ -143,15 +150,12 @@ class FolderPlan:
         before, after = human_bytes(self.nbytes_before), human_bytes(self.nbytes)
         changes = [f"{name} {new}" for name, (_, new) in self.config.changes.items()]
         stated = f"; config.json: {', '.join(changes)}" if changes else ""
-        size = f"tensors of {after}, {before} before{self._why_no_smaller()}"
-        return f"{size}{stated}; {loads} loads the folder"
-
-    def _why_no_smaller(self) -> str:
+        size = f"tensors of {after}, {before} before"
         merged = any(step.kind == Merge.kind for _, cut in self.cut for step in cut.steps)
-        if not merged or self.form == "full" or self.nbytes < self.nbytes_before:
-            return ""
-        kind = type(self.stored.heads.model).__name__
-        return f", no smaller: {kind} has a key and a value for each head"
+        if merged and self.form != "full" and self.nbytes >= self.nbytes_before:
+            kind = type(self.stored.heads.model).__name__
+            size += f", no smaller: {kind} has a key and a value for each head"
+        return f"{size}{stated}; {loads} loads the folder"
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of an attention, by their names in the file."""
@@ -400,6 +404,97 @@ def read_form(folder: Path) -> str:
             do="load other folders with transformers: AutoModel.from_pretrained(folder)",
         )
     return str(known)
+
+
+# ---- check: a new process loads the folder -------------------------------------------------------
+
+# No name of headwise: what loads a folder of the forms "plain" and "full" is transformers alone.
+PLAIN = """
+def load(folder, kind, dtype):
+    import transformers
+    options = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
+    model, info = getattr(transformers, kind).from_pretrained(folder, **options)
+    wrong = {name: sorted(map(str, names)) for name, names in info.items() if names}
+    assert not wrong, f"transformers reports {wrong}"
+    return model
+"""
+HEADWISE = """
+def load(folder, kind, dtype):
+    import headwise.surgery
+    return headwise.surgery.load(folder).to(dtype)
+"""
+RUN = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+folder, kind, dtype, given, made = sys.argv[1:]
+model = load(folder, kind, getattr(torch, dtype)).eval()
+with torch.no_grad():
+    output = model(**load_file(given))[0]
+save_file({"output": output.contiguous()}, made)
+"""
+
+
+def check_folder(folder: str | Path, model: Any, inputs: Mapping[str, Tensor]) -> float:
+    """Compare a written folder with the cut model in memory, and return the largest difference.
+
+    A new process loads the folder, by plain transformers unless its form is "headwise".
+
+    Args:
+        folder: of `headwise.surgery.write`.
+        model: the same cut in memory: `headwise.surgery.cut_model`.
+        inputs: arguments of the model, by name.
+
+    Raises:
+        CheckpointError: the process fails, or its outputs differ by more than the error budget.
+    """
+    folder = Path(folder)
+    script = (HEADWISE if read_form(folder) == "headwise" else PLAIN) + RUN
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    with tempfile.TemporaryDirectory() as made:
+        given, output = Path(made, "inputs.safetensors"), Path(made, "output.safetensors")
+        save_file({name: x.detach().cpu().contiguous() for name, x in inputs.items()}, given)
+        arguments = [str(folder), type(model).__name__, dtype, str(given), str(output)]
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise _differs(folder, f"cannot be loaded: {done.stderr.strip()[-300:]}")
+        stored = load_file(output)["output"]
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+    if torch.equal(stored, expected):
+        return 0.0
+    verdict = output_budget(model, inputs).check(stored) if stored.shape == expected.shape else None
+    if not verdict:
+        reason = verdict or f"an output {tuple(stored.shape)}, not {tuple(expected.shape)}"
+        raise _differs(folder, f"gives other outputs than the model in memory: {reason}")
+    return float((stored.double() - expected.double()).abs().max())
+
+
+def output_budget(model: Any, inputs: Mapping[str, Tensor]) -> Budget:
+    """Return the error that every honest way to the model's output may have."""
+    names = [name for name, _ in model.named_parameters()]
+
+    def output(*given: Tensor) -> Tensor:
+        wide = copy.deepcopy(model).to(given[0].dtype)
+        state = dict(zip(names, given, strict=True))
+        cast = {n: x.to(given[0].dtype) if x.is_floating_point() else x for n, x in inputs.items()}
+        result: Tensor = torch.func.functional_call(wide, state, (), cast)[0]
+        return result
+
+    with torch.no_grad():
+        return Budget.for_function(output, *(x.detach() for x in model.parameters()))
+
+
+def _differs(folder: Path, saw: str) -> CheckpointError:
+    return CheckpointError(
+        saw=f"{folder} {saw}",
+        needed="a folder that gives the outputs of the cut model",
+        do="remove the folder, and write it again",
+    )
+
+
+# ---- what can be cut -----------------------------------------------------------------------------
 
 
 def _require_plain_folder(

@@ -21,7 +21,7 @@ from headwise.scanning.call import ORIGINAL
 from headwise.support.text import list_some
 from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.models import ModelHeads, label_heads, resize
-from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
+from headwise.surgery.plain import add_biases, find_plain_config
 
 PLAIN = "a layer with weights of its own, in floating point and of all heads"
 
@@ -99,7 +99,13 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
     heads = ModelHeads(model)
     fitted = heads.fit(cut)
     if heads.layers:
-        return _replace_layers(fitted, heads)
+        made: Any = copy.deepcopy(model)
+        for name, layer in fitted:
+            smaller = cut_layer(layer, heads.layers[name])
+            if not name:  # the model is the layer
+                return smaller
+            made.set_submodule(name.rstrip("."), smaller)
+        return made
     states = heads.read(fitted)
     config = find_plain_config(heads, states.items())
     for name, biases in ({} if config.obstacle else config.biases).items():
@@ -108,26 +114,12 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
     changed = heads.pack(states)
     made = copy.deepcopy(model)
     resize(made, heads, fitted, changed)
-    if not config.obstacle:
-        _set_config(made, config)
+    if config.obstacle:
+        return made
+    kinds = {type(made.config), type(getattr(made.config, "text_config", made.config))}
+    held = [c for m in made.modules() if type(c := getattr(m, "config", None)) in kinds]
+    for stated in [*held, *(getattr(each, "text_config", each) for each in held)]:
+        for name, (before, after) in config.changes.items():
+            if getattr(stated, name, None) == before:
+                setattr(stated, name, after)
     return made
-
-
-def _replace_layers(cut: Cut, heads: ModelHeads) -> Any:
-    made = copy.deepcopy(heads.model)
-    for name, layer in cut:
-        smaller = cut_layer(layer, heads.layers[name])
-        if not name:  # the model is the layer
-            return smaller
-        made.set_submodule(name.rstrip("."), smaller)
-    return made
-
-
-def _set_config(model: nn.Module, plain: PlainConfig) -> None:
-    stated: Any = model.config
-    kinds = {type(stated), type(getattr(stated, "text_config", stated))}
-    held = [c for m in model.modules() if type(c := getattr(m, "config", None)) in kinds]
-    for config in [*held, *(getattr(config, "text_config", config) for config in held)]:
-        for name, (before, after) in plain.changes.items():
-            if getattr(config, name, None) == before:
-                setattr(config, name, after)

@@ -11,16 +11,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.surgery.channels import (
+from headwise.surgery.cut import Cut, LayerCut
+from headwise.surgery.maps import (
     Channels,
+    How,
+    Maps,
+    cost,
+    fit,
     has_place_for_means,
     key_channels,
     mean_values,
     real_maps,
+    select,
     value_channels,
 )
-from headwise.surgery.cut import Cut, LayerCut
-from headwise.surgery.maps import How, Maps, cost, fit, select
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.moments import InputProducts
 from headwise.surgery.steps import allows, require_free_keys, require_free_values
@@ -154,7 +158,12 @@ class _Layer:
             maps |= _as_step(("value", "output"), self.values, value_maps, self.means.shape[1])
         cut = cut.merge(self.kv_heads, **maps)
         if "value" in maps and has_place_for_means(self.state):
-            cut = cut.shift(self._lost_mean(order.flatten(), maps["value"], maps["output"]))
+            means, wo = self.means[order.flatten()], self.state["wo"].double()
+            merged = (maps["value"] @ means[..., None]).squeeze(-1).unflatten(0, (-1, self.count))
+            merged = merged.sum(1).repeat_interleave(self.count, 0)[..., None]
+            lost_mean = means - (maps["output"].mT @ merged).squeeze(-1)
+            wo = wo.unflatten(0, (len(means), -1)).sum(1)[order.flatten()]
+            cut = cut.shift(torch.einsum("nv,nvo->o", lost_mean, wo))
         lost = float(keys.sum()), float(values.sum())
         return cut, Merged(self.whole.num_kv_heads, groups, *lost)
 
@@ -168,14 +177,6 @@ class _Layer:
             total = sum(each.total for each in channels)
             fitted.append((lost.sum(0) / (total or 1.0), maps))  # nothing is lost of nothing
         return fitted
-
-    def _lost_mean(self, order: Tensor, value: Tensor, output: Tensor) -> Tensor:
-        means = self.means[order]
-        merged = (value @ means[..., None]).squeeze(-1)
-        merged = merged.unflatten(0, (-1, self.count)).sum(1).repeat_interleave(self.count, 0)
-        lost = means - (output.mT @ merged[..., None]).squeeze(-1)
-        wo = self.state["wo"].double().unflatten(0, (len(means), -1)).sum(1)[order]
-        return torch.einsum("nv,nvo->o", lost, wo)
 
     def _heads_of(self, kv_heads: list[int]) -> list[int]:
         group = self.whole.origins.group

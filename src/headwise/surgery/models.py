@@ -44,7 +44,14 @@ class HeadPlaces:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.state: Mapping[str, Tensor] = dict(model.state_dict())
-        self.config: dict[str, Any] = _config_of(model)
+        to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+        if to_dict is None:
+            raise OptionError(
+                saw=f"a {type(model).__name__} without a config",
+                needed="a model of transformers",
+                do="cut single layers of headwise: headwise.surgery.cut_layer",
+            )
+        self.config: dict[str, Any] = dict(to_dict())
         places = find_model_places(model)
         if not places:
             raise OptionError(
@@ -83,17 +90,27 @@ class HeadPlaces:
                 needed=f"layers among {list_some([*self.specs])}",
                 do="make the cut of this model: headwise.surgery.ModelHeads(model).whole()",
             )
-        self._require_same_heads_in_stacks(cut)
-        return Cut({name: self._fit_layer(name, layer) for name, layer in cut})
-
-    def _fit_layer(self, name: str, cut: LayerCut) -> LayerCut:
-        heads, spec = cut.origins, self.specs[name]
-        is_full = len(heads.kv) == len(heads.query)
-        if is_full or name not in self.places or spec.num_kv_heads != spec.num_heads:
-            return cut
-        modules = modules_of(self.model, self.places[name])
-        shares = any(hasattr(module, word) for module in modules for word in KV_HEADS)
-        return cut if shares else cut.expand(len(heads.query))
+        whole = self.whole().layers
+        for stack in self.stacks:
+            kept = {name: cut.layers.get(name, whole[name]).origins.query for name in stack}
+            if different := [name for name in stack[1:] if kept[name] != kept[stack[0]]]:
+                raise OptionError(
+                    saw=f"other heads in {list_some(different)} than in {stack[0]}",
+                    needed="the same heads in all layers of a stack that share one table of "
+                    "distances",
+                    do="keep the same heads in each layer, or zero heads in place of taking "
+                    "them out",
+                )
+        layers = dict(cut.layers)
+        for name, layer in cut:
+            heads, spec = layer.origins, self.specs[name]
+            is_full = len(heads.kv) == len(heads.query)
+            if is_full or name not in self.places or spec.num_kv_heads != spec.num_heads:
+                continue
+            modules = modules_of(self.model, self.places[name])
+            if not any(hasattr(module, word) for module in modules for word in KV_HEADS):
+                layers[name] = layer.expand(len(heads.query))
+        return Cut(layers)
 
     @property
     def stacks(self) -> list[tuple[str, ...]]:
@@ -109,20 +126,6 @@ class HeadPlaces:
                 key = place.module.place.root, place.module.place.role, "table"
             stacks.setdefault(key, []).append(name)
         return [tuple(names) for names in stacks.values()]
-
-    def _require_same_heads_in_stacks(self, cut: Cut) -> None:
-        whole = self.whole()
-        for stack in self.stacks:
-            layers = {name: cut.layers.get(name, whole.layers[name]) for name in stack}
-            kept = {name: layer.origins.query for name, layer in layers.items()}
-            if different := [name for name in stack[1:] if kept[name] != kept[stack[0]]]:
-                raise OptionError(
-                    saw=f"other heads in {list_some(different)} than in {stack[0]}",
-                    needed="the same heads in all layers of a stack that share one table of "
-                    "distances",
-                    do="keep the same heads in each layer, or zero heads in place of taking "
-                    "them out",
-                )
 
 
 class ModelHeads(HeadPlaces):
@@ -151,7 +154,17 @@ class ModelHeads(HeadPlaces):
             return
         _require_plain_weights(dict(model.state_dict()))
         super().__init__(model)
-        _require_apart(self.places.values(), self.state)
+        # A cut of one of two attention modules that share a tensor would cut the other.
+        owners: dict[tuple[int, torch.Size], str] = {}
+        for name in (name for place in self.places.values() for name in place.module.tensors):
+            tensor = self.state[name]
+            other = owners.setdefault((tensor.data_ptr(), tensor.shape), name)
+            if other != name and tensor.numel():
+                raise OptionError(
+                    saw=f"{name}, which is the same tensor as {other}",
+                    needed="weights that no two layers share",
+                    do="give each layer weights of its own: model.layer = copy.deepcopy(...)",
+                )
 
     def original_numbers(self, name: str) -> list[int]:
         """Return the numbers by which a scan names the heads of one attention, in their order."""
@@ -185,8 +198,20 @@ class ModelHeads(HeadPlaces):
 
 def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, Tensor]) -> None:
     """Give a model the changed tensors, and its attention modules their numbers of heads."""
-    for name, tensor in changed.items():
-        put_tensor(model, name, tensor)
+    for full, tensor in changed.items():
+        path, _, local = full.rpartition(".")
+        owner: Any = model.get_submodule(path)
+        requires_grad = owner.weight.requires_grad
+        setattr(owner, local, nn.Parameter(tensor.detach(), requires_grad=requires_grad))
+        if local != "weight":
+            continue
+        rows, columns = tensor.shape[0], tensor.shape[-1]
+        if isinstance(owner, nn.Linear):
+            owner.out_features, owner.in_features = rows, columns
+        elif isinstance(owner, nn.Embedding):
+            owner.num_embeddings, owner.embedding_dim = rows, columns
+        elif hasattr(owner, "nf"):  # Conv1D of transformers, (in, out)
+            owner.nx, owner.nf = rows, columns
     for name, layer in cut:
         before, left = counts_of(heads.specs[name]), layer.origins
         old, new = stated_counts(*before), stated_counts(len(left.query), len(left.kv), before[2])
@@ -231,24 +256,6 @@ def pack_in_memory(place: Place, state: State, sizes: Mapping[str, int]) -> dict
     return packed | {f"{place.name}{weight.removesuffix('weight')}bias": state["bo"]}
 
 
-def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make a tensor the parameter of this name, and tell its module the new sizes."""
-    path, _, local = name.rpartition(".")
-    owner: Any = model.get_submodule(path)
-    like = owner.weight
-    requires_grad = like.requires_grad
-    setattr(owner, local, nn.Parameter(tensor.detach(), requires_grad=requires_grad))
-    if local != "weight":
-        return
-    rows, columns = tensor.shape[0], tensor.shape[-1]
-    if isinstance(owner, nn.Linear):
-        owner.out_features, owner.in_features = rows, columns
-    elif isinstance(owner, nn.Embedding):
-        owner.num_embeddings, owner.embedding_dim = rows, columns
-    elif hasattr(owner, "nf"):  # Conv1D of transformers, (in, out)
-        owner.nx, owner.nf = rows, columns
-
-
 def modules_of(model: nn.Module, place: Place) -> Iterable[nn.Module]:
     """Yield the module of an attention, and the modules inside it."""
     path = place.name.rstrip(".")
@@ -258,17 +265,6 @@ def modules_of(model: nn.Module, place: Place) -> Iterable[nn.Module]:
         parent = owner.rpartition(".")[0]
         if not parent.startswith(path):
             yield model.get_submodule(parent)
-
-
-def _config_of(model: nn.Module) -> dict[str, Any]:
-    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
-    if to_dict is None:
-        raise OptionError(
-            saw=f"a {type(model).__name__} without a config",
-            needed="a model of transformers",
-            do="cut single layers of headwise: headwise.surgery.cut_layer",
-        )
-    return dict(to_dict())
 
 
 def _require_plain_weights(state: Mapping[str, Tensor]) -> None:
@@ -301,18 +297,3 @@ def _require_plain_weights(state: Mapping[str, Tensor]) -> None:
 
 def _is_real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and type(tensor) in (Tensor, nn.Parameter)
-
-
-def _require_apart(places: Iterable[Place], state: Mapping[str, Tensor]) -> None:
-    """Raise where two attention modules share a tensor: a cut of one would cut the other."""
-    owners: dict[tuple[int, torch.Size], str] = {}
-    for place in places:
-        for name in place.module.tensors:
-            key = state[name].data_ptr(), state[name].shape
-            other = owners.setdefault(key, name)
-            if other != name and state[name].numel():
-                raise OptionError(
-                    saw=f"{name}, which is the same tensor as {other}",
-                    needed="weights that no two layers share",
-                    do="give each layer weights of its own: model.layer = copy.deepcopy(...)",
-                )

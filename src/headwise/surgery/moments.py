@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.scanning.call import CapturedCall
-from headwise.scanning.importance import prepare
-from headwise.scanning.record import record_attention
+from headwise.scanning.importance import record_sums
 from headwise.support.progress import Progress, no_progress
 from headwise.surgery.models import ModelHeads
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +77,7 @@ def record_products(
     with ExitStack() as stack:
         for module in {module for pair in modules.values() for module in pair}:
             stack.enter_context(module.register_forward_pre_hook(keep))
-        sums = _record_sums(heads.model, inputs, measure, "products of inputs", progress)
+        sums = record_sums(heads.model, inputs, measure, partial(progress, "products of inputs"))
     means = {key: each.cpu() / each[-1, -1].cpu() for key, each in sums.items()}
     return {name: InputProducts(means[name, 0], means[name, 1]) for name, side in means if not side}
 
@@ -114,32 +112,10 @@ def record_moments(
         halves = (channels[half][call.real_queries[half]] for half in (~odd, odd))
         yield call.layer, torch.stack([_sum_products(rows) for rows in halves])
 
-    return _record_sums(model, inputs, measure, "products of head outputs", progress)
+    return record_sums(model, inputs, measure, partial(progress, "products of head outputs"))
 
 
 def _sum_products(rows: Tensor) -> Tensor:
     """Return the sum of x x^T over rows x, where 1 is the last channel, in float64."""
     rows = torch.cat([rows, rows.new_ones(len(rows), 1)], -1).double()
     return rows.mT @ rows
-
-
-def _record_sums(
-    model: nn.Module,
-    inputs: Any,
-    measure: Callable[[CapturedCall], Iterable[tuple[Key, Tensor]]],
-    stage: str,
-    progress: Progress,
-) -> dict[Key, Tensor]:
-    """Run a model; return the sums of what is measured of all calls, by its keys."""
-    model, prepared = prepare(model, inputs)
-    sums: dict[Key, Tensor] = {}
-
-    def watch(call: CapturedCall) -> None:
-        for key, products in measure(call):
-            sums[key] = sums[key] + products if key in sums else products
-
-    with record_attention(model, watch) as recorder:
-        for done, each in enumerate(prepared, start=1):
-            recorder.run(each)
-            progress(stage, done, len(prepared))
-    return sums

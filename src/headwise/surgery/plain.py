@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from headwise.checkpoints.config import NAMES
-from headwise.checkpoints.places import Place
 from headwise.checkpoints.transformers import CONFIG, list_load_errors
 from headwise.function.weights import BIASES, State
 from headwise.surgery.models import Counts, HeadPlaces, counts_of, pack_in_memory
@@ -55,24 +54,29 @@ def find_plain_config(
         return PlainConfig(edited, changes, obstacle=obstacle)
     stated = ", ".join(f"{name} {value}" for name, (_, value) in changes.items())
     words = type(heads.model).__name__ + (f" with {stated}" if stated else "")
+    model: Any = heads.model
     try:
-        built = _build_empty(heads.model, edited)
+        with torch.device("meta"):
+            built = type(model)(type(model.config).from_dict(dict(edited)))
     except list_load_errors() as error:
         reason = " ".join(str(error).split())[:200]
         return PlainConfig(edited, changes, obstacle=f"{words}: {reason}")
     biases: dict[str, tuple[str, ...]] = {}
+    names = built.state_dict().keys()
     for name, place in heads.places.items():
-        shapes = cut.get(name, shapes_of(heads, name))
-        if missing := tuple(b for b in _find_biases(place, built) if b not in shapes):
+        patterns, shapes = place.layout.patterns, cut.get(name, shapes_of(heads, name))
+        held = {t for n, p in patterns.items() if place.name + n in names for t in p.tensors}
+        if missing := tuple(b for b in BIASES if b in held and b not in shapes):
             biases[name] = missing
-    made = _shapes_after(heads, cut, biases)
+    made = {name: tuple(x.shape) for name, x in heads.state.items()}
+    for name in {**cut, **biases}:
+        place, sizes = heads.places[name], heads.places[name].sizes(heads.state)
+        after_cut = cut.get(name, shapes_of(heads, name)).items()
+        state = {tensor: torch.empty(size, device="meta") for tensor, size in after_cut}
+        packed = pack_in_memory(place, add_biases(state, biases.get(name, ())), sizes)
+        made |= {tensor: tuple(x.shape) for tensor, x in packed.items()}
     obstacle = next(_find_differences(heads.model, made, built, words), "")
     return PlainConfig(edited, changes, biases, obstacle)
-
-
-def _build_empty(model: Any, config: Mapping[str, Any]) -> Any:
-    with torch.device("meta"):
-        return type(model)(type(model.config).from_dict(dict(config)))
 
 
 def shapes_of(heads: HeadPlaces, name: str) -> dict[str, tuple[int, ...]]:
@@ -133,25 +137,6 @@ def _find_changes(
             yield from _find_changes(before[name], value)
         elif name not in before or before[name] != value:
             yield name, (before.get(name), value)
-
-
-def _find_biases(place: Place, built: nn.Module) -> tuple[str, ...]:
-    patterns, names = place.layout.patterns, built.state_dict().keys()
-    held = {t for n, p in patterns.items() if place.name + n in names for t in p.tensors}
-    return tuple(name for name in BIASES if name in held)
-
-
-def _shapes_after(
-    heads: HeadPlaces, cut: Mapping[str, Shapes], biases: Mapping[str, tuple[str, ...]]
-) -> dict[str, tuple[int, ...]]:
-    shapes = {name: tuple(x.shape) for name, x in heads.state.items()}
-    for name in {**cut, **biases}:
-        place, sizes = heads.places[name], heads.places[name].sizes(heads.state)
-        after = cut.get(name, shapes_of(heads, name))
-        state = {tensor: torch.empty(size, device="meta") for tensor, size in after.items()}
-        packed = pack_in_memory(place, add_biases(state, biases.get(name, ())), sizes)
-        shapes |= {tensor: tuple(x.shape) for tensor, x in packed.items()}
-    return shapes
 
 
 def _find_differences(

@@ -35,7 +35,6 @@ from headwise.support.tracing import evaluation_mode
 Measure = Callable[[Any, Any], Tensor]
 RESAMPLES = 1000  # of the bootstrap
 MOST_LAYERS = 10  # lines of a table
-ANOTHER_PART = "give other data: held_out=..., or more inputs"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +61,17 @@ class Data:
         elif len(given) > 1:
             data = cls(given[::2], given[1::2], "every second input held out")
         else:
-            data = cls(*_halve(given[0]), "the second half of the sequences held out")
+            main = _main_tensor(list_inputs(given)[0])
+            count = 0 if main is None else len(main)
+            if count < 2:
+                raise OptionError(
+                    saw="one sequence, of which no half can be held out",
+                    needed="at least two sequences: to fit to, and to measure on",
+                    do="give other data: held_out=..., or more inputs",
+                )
+            halves = slice(0, count // 2), slice(count // 2, None)
+            first, second = ([_rows(given[0], half, count)] for half in halves)
+            data = cls(first, second, "the second half of the sequences held out")
         marks = {mark for value in data.fit for mark in _marks(value)}
         shared = sum(mark in marks for value in data.held_out for mark in _marks(value))
         if shared:
@@ -72,20 +81,6 @@ class Data:
                 do="leave each sequence out of one of the two, or give each once",
             )
         return data
-
-
-def _halve(value: Any) -> tuple[list[Any], list[Any]]:
-    main = _main_tensor(list_inputs(value)[0])
-    count = 0 if main is None else len(main)
-    if count < 2:
-        raise OptionError(
-            saw="one sequence, of which no half can be held out",
-            needed="at least two sequences: to fit to, and to measure on",
-            do=ANOTHER_PART,
-        )
-    halves = slice(0, count // 2), slice(count // 2, None)
-    first, second = ([_rows(value, half, count)] for half in halves)
-    return first, second
 
 
 def _rows(value: Any, rows: slice, count: int) -> Any:

@@ -22,11 +22,18 @@ from headwise.support.progress import Progress
 from headwise.support.text import describe_count
 from headwise.surgery._prune import PruningPlan, plan_prune, require_share
 from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
-from headwise.surgery.check import check_folder
+from headwise.surgery.choice import By, Journal
 from headwise.surgery.cut import Cut, LayerCut
-from headwise.surgery.effects import By, Journal
 from headwise.surgery.fit import Repair
-from headwise.surgery.folders import FolderPlan, Form, StoredHeads, Written, plan_folder, write
+from headwise.surgery.folders import (
+    FolderPlan,
+    Form,
+    StoredHeads,
+    Written,
+    check_folder,
+    plan_folder,
+    write,
+)
 from headwise.surgery.maps import How
 from headwise.surgery.models import ModelHeads
 
@@ -59,7 +66,18 @@ class StoredSubject:
         require_share(keep)
         heads = ModelHeads(self.stored.model)
         if repair != "zero":
-            self._require_bias(heads)
+            widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
+            whole = heads.whole()
+            try:
+                self.plan_folder(Cut({n: cut.shift(torch.ones(widths[n])) for n, cut in whole}))
+            except OptionError as error:
+                raise OptionError(
+                    saw=f"the mean outputs of heads, for which {self.folder} has no place: "
+                    f"{error.saw}",
+                    needed="an output projection with a bias",
+                    do="{repair} zero",
+                    parameter="repair",
+                ) from error
         self._require_form(heads.whole(), keep)
         return plan_prune(
             self.stored.model,
@@ -106,20 +124,6 @@ class StoredSubject:
             digest.update(given["input_ids"].numpy().tobytes())
         digest.update(repr(options).encode())
         return digest.hexdigest()
-
-    def _require_bias(self, heads: ModelHeads) -> None:
-        """Raise OptionError where the mean of a head has no place in the stored model."""
-        widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
-        shifted = {name: cut.shift(torch.ones(widths[name])) for name, cut in heads.whole()}
-        try:
-            self.plan_folder(Cut(shifted))
-        except OptionError as error:
-            raise OptionError(
-                saw=f"the mean outputs of heads, for which {self.folder} has no place: {error.saw}",
-                needed="an output projection with a bias",
-                do="{repair} zero",
-                parameter="repair",
-            ) from error
 
     def _require_form(self, whole: Cut, keep: float) -> None:
         """Raise OptionError where no cut of this size can be written in the form.
@@ -190,23 +194,18 @@ def open_for_cut(
     if not (fit and held_out):
         use = "measure on" if fit else "choose and fit on"
         raise _too_few(data, f"without a line of two tokens to {use}")
-    note = _describe_text(data, fit, held_out)
+    used, others = (sum(len(each["input_ids"]) for each in part) for part in (fit, held_out))
+    note = f"{describe_count(used, 'sequence')} to choose and fit on, {others} held out, of "
+    if data is None:
+        note += "the sentences of headwise; --data names a text of yours"
+    else:
+        total = len(data.read_text("utf-8").splitlines())
+        note += f"{describe_count(total, 'line')} of {data.name}"
+        left = total - used - others
+        note += f"; {left} empty, repeated or of one token alone" if left else ""
     if (folder / RECORD).is_file():
         note += f"\nnumbers of heads are those of {folder}; {RECORD} has those of the first model"
     return StoredSubject(folder, target, form, stored, fit, held_out, note)
-
-
-def _describe_text(
-    data: Path | None, fit: Sequence[dict[str, Tensor]], held_out: Sequence[dict[str, Tensor]]
-) -> str:
-    used, others = (sum(len(each["input_ids"]) for each in part) for part in (fit, held_out))
-    parts = f"{describe_count(used, 'sequence')} to choose and fit on, {others} held out"
-    if data is None:
-        return f"{parts}, of the sentences of headwise; --data names a text of yours"
-    total = len(data.read_text("utf-8").splitlines())
-    left = total - used - others
-    what = f"; {left} empty, repeated or of one token alone" if left else ""
-    return f"{parts}, of {describe_count(total, 'line')} of {data.name}{what}"
 
 
 def read_lines(data: Path) -> list[str]:
@@ -246,13 +245,12 @@ def _batches(
     most = min(length, stored.positions or length)
     ids = sorted((stored.tokenizer.first_ids(line, most) for line in lines), key=len)
     ids = [each for each in ids if len(each) > 1]
-    return [_pad(stored, ids[start : start + BATCH]) for start in range(0, len(ids), BATCH)]
-
-
-def _pad(stored: transformers.StoredModel, ids: Sequence[list[int]]) -> dict[str, Tensor]:
-    longest = max(map(len, ids))
     pad = stored.config.get("pad_token_id")
     filler = pad if isinstance(pad, int) and pad >= 0 else 0
-    rows = torch.tensor([each + [filler] * (longest - len(each)) for each in ids])
-    mask = torch.tensor([[1] * len(each) + [0] * (longest - len(each)) for each in ids])
-    return {**stored.inputs(rows), "attention_mask": mask}
+    batches = []
+    for some in (ids[start : start + BATCH] for start in range(0, len(ids), BATCH)):
+        longest = max(map(len, some))
+        rows = torch.tensor([each + [filler] * (longest - len(each)) for each in some])
+        mask = torch.tensor([[1] * len(each) + [0] * (longest - len(each)) for each in some])
+        batches.append({**stored.inputs(rows), "attention_mask": mask})
+    return batches

@@ -264,7 +264,20 @@ def _parts_of_largest(weight: str, *axes: int | str) -> Parts:
     return {weight: statistic.SummaryPart(axes=axes, values="weight"), **numbers}
 
 
-class MostReceived(statistic.TileStatistic):
+class _Received(statistic.TileStatistic):
+    """A statistic of the weight that each key receives, and of the number of queries."""
+
+    def start(self, call: CapturedCall) -> Summary:
+        batch, heads, _, keys = call.matrix.shape
+        received = call.matrix.q.new_zeros(batch, heads, keys, dtype=torch.float64)
+        return {"received": received, "count": received.new_zeros(heads)}
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:
+        gathered["received"][tile.batches, tile.heads, tile.columns] += tile.received
+        gathered["count"][tile.heads] += tile.is_counted_query.sum((0, 2))
+
+
+class MostReceived(_Received):
     """The keys that receive most weight from all queries together."""
 
     # A sum, since a mean over the queries that see a key favours the last keys: under a causal
@@ -284,15 +297,8 @@ class MostReceived(statistic.TileStatistic):
     )
     parts: ClassVar[Parts] = _parts_of_largest("received", RANKS)
 
-    def start(self, call: CapturedCall) -> Tensor:
-        batch, heads, _, keys = call.matrix.shape
-        return call.matrix.q.new_zeros(batch, heads, keys, dtype=torch.float64)
-
-    def update(self, gathered: Tensor, tile: WeightTile) -> None:
-        gathered[tile.batches, tile.heads, tile.columns] += tile.received
-
-    def make_summary(self, gathered: Tensor, call: CapturedCall) -> Summary:
-        received = gathered.masked_fill(call.seen_by == 0, NOTHING)
+    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
+        received = gathered["received"].masked_fill(call.seen_by == 0, NOTHING)
         received = received.masked_fill(~call.real_keys[:, None], NOTHING)
         batch, heads, keys = received.shape
         first = call.first_real_key[:, None] - call.dropped
@@ -313,7 +319,7 @@ class MostReceived(statistic.TileStatistic):
         return stack_key_token_weight(summary["received"], summary["key"], summary["token"])
 
 
-class OneKey(statistic.TileStatistic):
+class OneKey(_Received):
     """The weight on the key that receives most of its sequence: the share of an attention sink."""
 
     definition = Definition(
@@ -333,15 +339,6 @@ class OneKey(statistic.TileStatistic):
     def reason_not_computable(self, call: CapturedCall) -> str | None:
         """Return why a call has no such key: it continues a cache."""
         return call.reason_not_whole or super().reason_not_computable(call)
-
-    def start(self, call: CapturedCall) -> Summary:
-        batch, heads, _, keys = call.matrix.shape
-        received = call.matrix.q.new_zeros(batch, heads, keys, dtype=torch.float64)
-        return {"received": received, "count": received.new_zeros(heads)}
-
-    def update(self, gathered: Summary, tile: WeightTile) -> None:
-        gathered["received"][tile.batches, tile.heads, tile.columns] += tile.received
-        gathered["count"][tile.heads] += tile.is_counted_query.sum((0, 2))
 
     def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
         received = gathered["received"].masked_fill(~call.real_keys[:, None], 0.0)
@@ -525,11 +522,11 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         if isinstance(self.heads, str):
             return list(range(len(numbers)))
         here = (call.layer_index, call.layer)
-
-        def is_here(layer: Layer) -> bool:
-            return layer in here or (isinstance(layer, str) and fnmatchcase(call.layer, layer))
-
-        chosen = {head for layer, head in self.heads if is_here(layer)}
+        chosen = {
+            head
+            for layer, head in self.heads
+            if layer in here or (isinstance(layer, str) and fnmatchcase(call.layer, layer))
+        }
         return [position for position, number in enumerate(numbers) if number in chosen]
 
     def start(self, call: CapturedCall) -> _Rows:

@@ -33,11 +33,6 @@ def _residual_norms(tile: statistic.WeightTile) -> Tensor:
     return norms[:, None]
 
 
-def _relative_contribution(tile: statistic.WeightTile) -> Tensor:
-    norms = _residual_norms(tile)
-    return tile.contribution_norms / norms.where(norms > 0, 1.0)
-
-
 CONTRIBUTED = (
     RowStatistic(
         lambda tile: tile.contribution_norms,
@@ -52,7 +47,7 @@ CONTRIBUTED = (
         needs=("outputs", "out_proj"),
     ),
     RowStatistic(
-        _relative_contribution,
+        lambda tile: tile.contribution_norms / (x := _residual_norms(tile)).where(x > 0, 1.0),
         id="relative_contribution-1",
         formula="mean over queries i of ‖zᵢ W_O‖ / ‖xᵢ‖, for the residual xᵢ that the layer's "
         "output is added to",

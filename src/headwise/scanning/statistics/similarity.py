@@ -57,7 +57,6 @@ class KeptRows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the kept weights."""
         return sum(weights.nbytes for row in self.parts for _, _, weights in row)
 
     def add_tile(self, tile: statistic.WeightTile) -> None:
@@ -87,18 +86,6 @@ class KeptRows:
         for each, nth in zip(block[..., 1:], rows, strict=True):
             for heads, columns, weights in self.parts[nth]:
                 each[heads, columns] = weights
-
-
-def _sample_queries(real: Tensor) -> list[tuple[int, int]]:
-    """Return (sequence, query): all real queries of a short sequence, else evenly spaced ones."""
-    places = []
-    for sequence, row in enumerate(real):
-        queries = row.nonzero().squeeze(1).tolist()
-        count = len(queries)
-        if count > WHOLE:
-            queries = [queries[(2 * n + 1) * count // (2 * SAMPLES)] for n in range(SAMPLES)]
-        places += [(sequence, query) for query in queries]
-    return places
 
 
 # ---- the statistic -------------------------------------------------------------------------------
@@ -133,7 +120,13 @@ class HeadDistance(statistic.TileStatistic):
 
     def start(self, call: CapturedCall) -> KeptRows:
         """Choose the queries; fewer where the rows of this call alone need too much memory."""
-        q, places, halvings = call.matrix.q, _sample_queries(call.real_queries), 0
+        q, places, halvings = call.matrix.q, list[tuple[int, int]](), 0
+        for sequence, row in enumerate(call.real_queries):
+            queries = row.nonzero().squeeze(1).tolist()
+            count = len(queries)
+            if count > WHOLE:  # evenly spaced ones
+                queries = [queries[(2 * n + 1) * count // (2 * SAMPLES)] for n in range(SAMPLES)]
+            places += [(sequence, query) for query in queries]
         heads, dtype = q.shape[1], accumulation_dtype(q.dtype)
         row_bytes = heads * call.matrix.shape[3] * dtype.itemsize
         while len(places) > 1 and len(places) * row_bytes > MEMORY:
@@ -251,7 +244,10 @@ def _compare_heads(layers: Sequence[KeptRows]) -> tuple[Tensor, Tensor]:
     counts = counted.double().T @ counted.double()
     sums, keys = torch.zeros_like(counts), max(layer.keys for layer in layers)
     step = AT_ONCE // (max(layer.heads for layer in layers) * ends[-1] * (1 + keys))
-    for rows in _split_by_sequence(layers[0].places, max(1, step)):
+    start, places = 0, layers[0].places
+    while start < len(places):  # some rows of one sequence
+        stop = min(start + max(1, step), bisect_left(places, (places[start][0] + 1, 0)))
+        rows, start = range(start, stop), stop
         weights = first.new_zeros(len(rows), ends[-1], 1 + keys)
         for end, layer in zip(ends, layers, strict=True):
             layer.fill(weights[:, end - layer.heads : end, : 1 + layer.keys], rows)
@@ -264,14 +260,6 @@ def _compare_heads(layers: Sequence[KeptRows]) -> tuple[Tensor, Tensor]:
             both = group[:, here, None] & group[:, None, :end]
             sums[here, :end] += apart.masked_fill_(~both, 0.0).sum(0)
     return sums, counts
-
-
-def _split_by_sequence(places: Sequence[tuple[int, int]], step: int) -> Iterator[range]:
-    first = 0
-    while first < len(places):
-        stop = min(first + step, bisect_left(places, (places[first][0] + 1, 0)))
-        yield range(first, stop)
-        first = stop
 
 
 def estimate_comparison(

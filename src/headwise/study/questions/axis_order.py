@@ -97,7 +97,6 @@ def result_or_error(call: Callable[[], object]) -> Outcome:
 
 
 def output_shapes(layer: nn.Module, x: Tensor) -> list[list[int]]:
-    """Return the shapes of output and attention weights; empty shapes after an error."""
     outputs = result_or_error(lambda: layer(x, x, x)).result or (torch.empty(0), torch.empty(0))
     return [list(each.shape) for each in outputs]
 
@@ -133,7 +132,6 @@ def least_and_most_dependencies_per_output(sizes: Tensor) -> dict[str, list[int]
 
 
 def relative_difference_due_to_wrong_order(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
-    """Return the relative difference of the outputs in wrong and right order; 1 after an error."""
     reference = right(x, x, x)[0]
     outputs = result_or_error(lambda: wrong(x, x, x)).result
     actual = torch.zeros_like(reference) if outputs is None else outputs[0]
@@ -141,7 +139,6 @@ def relative_difference_due_to_wrong_order(wrong: nn.Module, right: nn.Module, x
 
 
 def own_order_error_budget_share(layer: nn.MultiheadAttention, x: Tensor) -> float:
-    """Return the error in budgets of a layer called with tokens in its own order."""
     tokens = x if layer.batch_first else x.transpose(0, 1)
     output = layer(tokens, tokens, tokens)[0]
     weights = implementations.SharedWeights.of_torch_layer(layer)
@@ -184,7 +181,6 @@ def run_square_batch(layer: nn.Module) -> Outcome:
 
 
 def length_first_relative_times(kind: Layer) -> dict[str, float]:
-    """Return the time of a length-first layer over a batch-first one: inference, training."""
     batch, length, embed_dim, heads = TIMED.values()
     layers = {first: kind(embed_dim, heads, batch_first=first) for first in (True, False)}
     x = torch.randn(batch, length, embed_dim)

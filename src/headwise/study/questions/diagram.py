@@ -109,7 +109,6 @@ def strongest_head_of_each_target(maps: Tensor, tokens: tuple[str, ...]) -> list
 def check_sum_of_contributions(
     native: HeadwiseAttention, x: Tensor, *, model_output: Tensor
 ) -> dict[str, Any]:
-    """Compare the output with the sum of contributions, and with heads in reverse order."""
     layer, heads, bias = native.inner, native.num_heads, native.inner.out_proj.bias
     allowed = layer_error_budget(x, x, x, native.as_shared_weights(), num_heads=heads)
     output, reversed_heads = layer(x), stages.merge_heads(layer.head_outputs(x).flip(1))

@@ -242,7 +242,6 @@ def train_layer(layer: Attention, x: Tensor, target: Tensor) -> list[dict[str, T
 
 
 def depends_on_own_rows_only(lines: list[list[int]], blocks: int) -> bool:
-    """Check that each head's scores depend on its own rows of Wq and Wk and no other weight."""
     per_head = blocks // len(lines)
     return all(
         reached == (block // per_head % len(lines) == head and block < 2 * blocks)

@@ -101,7 +101,6 @@ def join_names(keys: Iterable[str]) -> str:
 
 
 def describe_masked_score_values(scores: Mapping[str, str]) -> str:
-    """Return each value of hidden scores, with the names of the implementations that use it."""
     kinds = [fill for fill in dict.fromkeys(scores.values()) if fill != conventions.UNSEEN]
     return ", ".join(
         f"{fill} ({join_names(k for k in scores if scores[k] == fill)})" for fill in kinds
@@ -111,7 +110,6 @@ def describe_masked_score_values(scores: Mapping[str, str]) -> str:
 def output_error_budget(
     x: Tensor, weights: SharedWeights, *, num_heads: int, may_attend: Tensor | None = None
 ) -> Budget:
-    """Return the error budget of the output (batch, length, embed_dim) under these weights."""
     mask = None if may_attend is None else Mask.may_attend(may_attend, axes="batch queries keys")
     return layer_error_budget(x, x, x, weights, num_heads=num_heads, mask=mask)
 
@@ -123,7 +121,6 @@ def make_implementations(
     embed_dim: int = EMBED_DIM,
     num_heads: int = NUM_HEADS,
 ) -> dict[str, Implementation]:
-    """Make these implementations; with ``biased``, only those that have biases."""
     return {
         key: IMPLEMENTATIONS[key](embed_dim, num_heads).eval()
         for key in keys
@@ -209,7 +206,6 @@ def error_budget_shares_over_layers(
 
 
 def compare_with_model_layers(run: encoder.RecordedRun) -> SameFunction:
-    """Load each layer's weights into both layers of headwise, and compare the outputs."""
     shares = error_budget_shares_over_layers(run, keys=("drop_in", "native"))
     names = {key: make.name for key, make in IMPLEMENTATIONS.items()}
     names["encoder"] = "the model's own layers"
@@ -264,7 +260,6 @@ def compare_random_weights() -> dict[str, Any]:
 
 @torch.no_grad()
 def einops_and_bert_blocks_are_post_norm() -> bool:
-    """Check that einops' and BERT's blocks are norm(attention + input), bit for bit."""
     x, weights = torch.randn(BATCH, LENGTH, EMBED_DIM), SharedWeights.random(EMBED_DIM, biased=True)
     einops, bert = EinopsPage(EMBED_DIM, NUM_HEADS), Bert(EMBED_DIM, NUM_HEADS)
     norms = {einops: einops.layer_norm, bert: bert.inner.output.LayerNorm}
@@ -333,7 +328,6 @@ def draw(figure: Figure, n: Numbers) -> None:
 
 
 def short_number(value: float) -> str:
-    """Format a difference: with a power of ten only if it is small."""
     return f"{value:.1f}" if value >= 0.1 else format_scientific(value)
 
 

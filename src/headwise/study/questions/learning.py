@@ -68,7 +68,6 @@ def random_texts(batch: int) -> LabelledTexts:
 def make_layer(
     num_heads: int, *, lookups: int = len(LOOKUPS), head_dim: int | None = None
 ) -> Attention:
-    """Make an attention layer that predicts the values of the first ``lookups`` lookups."""
     return Attention(EMBED_DIM, num_heads, head_dim=head_dim, out_dim=lookups * VALUE)
 
 
@@ -81,7 +80,6 @@ def squared_errors_by_lookup(
 
 
 def run_training_steps(model: Attention, *, steps: int) -> list[float]:
-    """Train with Adam on new texts at a falling rate, and return the error of each step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     curve = []
@@ -97,7 +95,6 @@ def run_training_steps(model: Attention, *, steps: int) -> list[float]:
 
 @torch.no_grad()
 def lookup_weights(model: Attention, texts: LabelledTexts) -> Float[Tensor, "lookups heads"]:
-    """Return the mean weight of each head on the target token of each lookup."""
     weights = model.matrix(texts.x).dense()
     on_named = weights.take_along_dim(texts.named[:, None, :, None], dim=-1)[:, :, 1:, 0]
     return torch.stack([weights.diagonal(-1, -2, -1).mean((0, 2)), on_named.mean((0, 2))])
@@ -173,14 +170,12 @@ def summarize_errors(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarize_curves(runs: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    """Return the median and the range over the seeds, for means of `POOLED` steps."""
     pooled = [[fmean(run[n : n + POOLED]) for n in range(0, STEPS, POOLED)] for run in runs]
     points = [summarize_errors(point) for point in zip(*pooled, strict=True)]
     return {key: [float(f"{p[key]:.3g}") for p in points] for key in ("best", "median", "worst")}
 
 
 def check_dedicated_heads(looks: Sequence[Tensor]) -> dict[str, Any]:
-    """Check that each lookup has its own head, and return the least weight of these heads."""
     best = [look.max(dim=1) for look in looks]
     is_apart = all(len(set(heads.indices.tolist())) == len(LOOKUPS) for heads in best)
     return {"apart": is_apart, "least": min(float(heads.values.min()) for heads in best)}

@@ -38,14 +38,12 @@ class PackingForm(NamedTuple):
     by_rows: bool  # a stored matrix has a row for each output, as torch's Linear; else a column
 
     def pack(self, small: Shaped[Tensor, "matrices embed_dim head_dim"]) -> list[Tensor]:
-        """Pack the small matrices into the stored ones."""
         wide = [torch.cat(list(group), dim=1) for group in small.split(self.sizes)]
         return [w.mT.contiguous() if self.by_rows else w for w in wide]
 
     def stored_positions(
         self, *, embed_dim: int, head_dim: int
     ) -> Int[Tensor, "matrices {embed_dim} {head_dim}"]:
-        """Return the position of each number of a small matrix in the flattened stored matrices."""
         entry, channel = torch.arange(embed_dim)[:, None], torch.arange(head_dim)
         positions, stored = [], 0
         for size in self.sizes:
@@ -57,7 +55,6 @@ class PackingForm(NamedTuple):
         return torch.stack(positions)
 
     def biases_of_stored_matrices(self, bias: Float[Tensor, " outputs"]) -> tuple[Tensor, ...]:
-        """Split the biases of all small matrices into the bias of each stored matrix."""
         head_dim = len(bias) // sum(self.sizes)
         parts: tuple[Tensor, ...] = bias.split([size * head_dim for size in self.sizes])
         return parts
@@ -74,7 +71,6 @@ class PackingForm(NamedTuple):
         return outputs
 
     def split_outputs_into_heads(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the products into queries, keys and values, (batch, heads, length, head_dim)."""
         pairs = zip(self.sizes, outputs, strict=True)
         single = [x for size, y in pairs for x in y.unflatten(-1, (size, -1)).unbind(-2)]
         count = len(single) // PARTS
@@ -105,7 +101,6 @@ class PackedLayers(NamedTuple):
 
 
 def random_layers() -> PackedLayers:
-    """Make the layers with the weights of torch's initialisation and random biases."""
     sizes = EMBED_DIM, HEADS
     layers = (
         implementations.TorchLayer(*sizes),
@@ -157,7 +152,6 @@ def measure(progress: question.Progress) -> dict[str, Any]:
 
 
 def check_packing_round_trip(layers: PackedLayers) -> dict[str, bool]:
-    """Check that every number comes back from each form by its index map, bit for bit."""
     small, forms = layers.small, packing_forms(HEADS)
     stored = {name: (form, form.pack(small)) for name, form in forms.items()} | {
         "MultiheadAttention": (forms["packed"], [layers.packed.inner.in_proj_weight]),
@@ -208,7 +202,6 @@ def misread_packed_weights(layers: PackedLayers, x: Tensor) -> dict[str, bool | 
 
 
 def compare_same_and_copied_inputs(layers: PackedLayers) -> dict[str, Any]:
-    """Compare one object and copies as inputs, in a batch with a text of padding only."""
     x = torch.randn(BATCH, KEYS, EMBED_DIM)
     copy = x.clone()
     inputs = {"one": (x, x, x), "two": (x, copy, copy), "three": (x, copy, x.clone())}

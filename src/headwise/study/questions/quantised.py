@@ -174,7 +174,12 @@ def measure(progress: question.Progress) -> dict[str, Any]:
 
 
 def compare_forms(layer: Attention, x: Tensor) -> dict[str, Any]:
-    layers = {name: replace_projections(layer, x, form) for name, form in FORMS.items()}
+    merged, layers = merge_heads(layer.head_outputs(x)), {}
+    for name, form in FORMS.items():
+        layers[name] = copy.deepcopy(layer)
+        for path in PROJECTIONS:
+            inputs = merged if path == "out_proj" else x
+            layers[name].set_submodule(path, form(layer.get_submodule(path), inputs))  # type: ignore[arg-type]
     exact = compute_stages(copy.deepcopy(layer).double(), x.double())
     tensors = {name: compute_stages(replaced, x) for name, replaced in layers.items()}
     # The root mean square error of each stage as a share of its size.
@@ -197,15 +202,6 @@ def compare_forms(layer: Attention, x: Tensor) -> dict[str, Any]:
     }
 
 
-def replace_projections(layer: Attention, x: Tensor, form: Replacement) -> Attention:
-    merged = merge_heads(layer.head_outputs(x))
-    replaced = copy.deepcopy(layer)
-    for name in PROJECTIONS:
-        inputs = merged if name == "out_proj" else x
-        replaced.set_submodule(name, form(layer.get_submodule(name), inputs))  # type: ignore[arg-type]
-    return replaced
-
-
 def compute_stages(layer: Attention, x: Tensor) -> dict[str, Tensor]:
     matrix = layer.matrix(x)
     projected = torch.stack([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)])
@@ -215,7 +211,6 @@ def compute_stages(layer: Attention, x: Tensor) -> dict[str, Tensor]:
 
 
 def largest_share_of_bound(layer: Attention, replaced: Attention, x: Tensor, form: str) -> float:
-    """Return the largest error of q, k and v over its bound."""
     shares = []
     for name in PROJECTIONS[:3]:
         projection: Any = layer.get_submodule(name)
@@ -249,7 +244,6 @@ def support_status_always_warning(use: Callable[[], object]) -> str:
 
 
 def torch_quantisation_status() -> dict[str, str]:
-    """Return whether torch still supports each way to quantise, by trying each on small tensors."""
     x, small = torch.ones(2, 4), nn.Linear(4, 4)
 
     def tensors() -> Tensor:

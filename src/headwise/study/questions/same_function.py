@@ -164,8 +164,14 @@ def compare_published_check(heads: int, shape: tuple[int, int, int], seeds: int)
         torch.manual_seed(seed)
         weight = torch.cat([torch.rand(shape[2], shape[2]) for _ in range(3)], dim=1)
         x = torch.rand(shape)
-        several, single = (_published_layer(count, weight) for count in (heads, 1))
+        several, single = (
+            nn.MultiheadAttention(len(weight), count, batch_first=True, bias=False)
+            for count in (heads, 1)
+        )
         with torch.no_grad():
+            for layer in (several, single):
+                layer.in_proj_weight.copy_(weight.mT)
+                layer.out_proj.weight.copy_(torch.eye(len(weight)))
             is_equal = torch.equal(several(x, x, x)[0], single(x, x, x)[0])
         answers[is_equal][name_cause(several, single, x)] += 1
     return {
@@ -177,16 +183,7 @@ def compare_published_check(heads: int, shape: tuple[int, int, int], seeds: int)
     }
 
 
-@torch.no_grad()
-def _published_layer(heads: int, weight: Tensor) -> nn.MultiheadAttention:
-    layer = nn.MultiheadAttention(len(weight), heads, batch_first=True, bias=False)
-    layer.in_proj_weight.copy_(weight.mT)
-    layer.out_proj.weight.copy_(torch.eye(len(weight)))
-    return layer
-
-
 def least_error_budget_ratios(sample: ConditionSample) -> dict[str, float]:
-    """Return the least difference over the seeds of one head and several, in error budgets."""
     p = sample.projected
     budget = Budget.for_head_outputs(*p.split(HEADS))
     after = Budget.for_function(
@@ -200,7 +197,6 @@ def least_error_budget_ratios(sample: ConditionSample) -> dict[str, float]:
 
 
 def compare_merged_head(call: encoder.AttentionCall, heads: int) -> dict[str, Any]:
-    """Compare a layer's projections used as one head with its own heads, on the demo text."""
     projected = Projected(*call.weights.project(call.x[:1]))
     merged, several = (
         stages.split_heads(projected.outputs(count), heads=heads) for count in (1, heads)
@@ -214,7 +210,6 @@ def compare_merged_head(call: encoder.AttentionCall, heads: int) -> dict[str, An
 
 
 def weight_maps(sample: ConditionSample, seed: int) -> list[list[list[float]]]:
-    """Return the weights of the single head, then of each of several heads, for one sequence."""
     p = sample.projected
     first = Projected(*(x[seed * BATCH, None] for x in (p.q, p.k, p.v)))
     weights = torch.cat([first.weights(heads)[0] for heads in (1, HEADS)])
@@ -264,7 +259,6 @@ def draw(figure: Figure, n: Numbers) -> None:
 
 
 def draw_maps(figure: SubFigure, n: Numbers) -> None:
-    """Draw a row of maps for each initialisation, with the number of equal seeds."""
     rows = {
         "published": "torch.rand",
         "normal": "torch.randn",

@@ -89,7 +89,6 @@ def copy_as_single_head_layer(layer: TorchLayer) -> TorchLayer:
 
 
 def rescaled_single_head(layer: TorchLayer) -> TorchLayer:
-    """Make a layer of one head whose queries are divided by the root of the number of heads."""
     single, weights = TorchLayer(EMBED_DIM, 1), layer.as_shared_weights()
     single.load_weights(replace(weights, q=weights.q / math.sqrt(layer.num_heads)))  # q has no bias
     return single
@@ -100,13 +99,11 @@ def repeat_first_token(x: Tensor) -> Tensor:
 
 
 def project_tokens(layer: TorchLayer, x: Tensor) -> Projected:
-    """Return the layer's queries, keys and values, which torch's layer does not return."""
     inner = layer.inner
     return Projected(*linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, dim=-1))
 
 
 def compare_head_counts(layer: TorchLayer, x: Tensor) -> dict[str, float]:
-    """Compare the outputs of one head and of several, and the entropy of their weights."""
     (single, single_weights), (several, several_weights) = (
         each.inner(x, x, x, average_attn_weights=False)
         for each in (copy_as_single_head_layer(layer), layer)
@@ -119,7 +116,6 @@ def compare_head_counts(layer: TorchLayer, x: Tensor) -> dict[str, float]:
 
 
 def normalised_entropy(weights: Tensor) -> float:
-    """Return the mean entropy of a head's rows as a share of the largest possible."""
     entropy = torch.special.entr(weights).sum(-1).mean()
     return round(float(entropy) / math.log(weights.shape[-1]), 4)
 
@@ -130,7 +126,6 @@ def compare_head_counts_over_token_scales(layer: TorchLayer, x: Tensor) -> dict[
 
 
 def error_budget_ratios_by_sequence(single: TorchLayer, layer: TorchLayer, x: Tensor) -> Tensor:
-    """Return the largest difference of two layers' outputs over both error budgets."""
     budgets = [
         layer_error_budget(x, x, x, each.as_shared_weights(), num_heads=each.num_heads)
         for each in (single, layer)
@@ -156,7 +151,6 @@ def facts(n: Numbers) -> dict[str, bool]:
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Draw the difference of one head and eight over the size of the tokens, and the entropies."""
     figure.set_figheight(4.6)
     grid = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1.4, 1))
     top = max(max(sweep["apart"]) for sweep in n["sweep"].values())

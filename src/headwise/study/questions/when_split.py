@@ -72,11 +72,12 @@ def trace_layers(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def compare_split_first() -> dict[str, Any]:
-    """Split x before the projection, and compare the inputs of q and the output."""
     embed_dim, heads = SIZES["embed_dim"], SIZES["heads"]
     # Frozen, so that the Jacobian by x does not compute gradients of the weights.
     layer = HeadwiseAttention(embed_dim, heads).requires_grad_(False)
-    blocks = block_diagonal_copy(layer)
+    blocks, width = copy.deepcopy(layer), embed_dim // heads
+    for weight in blocks.as_shared_weights().matrices[:3]:
+        weight.mul_(torch.block_diag(*torch.ones(heads, width, width)))
     counts = [
         sum(int(weight.count_nonzero()) for weight in each.as_shared_weights().matrices[:3])
         for each in (layer, blocks)
@@ -84,9 +85,13 @@ def compare_split_first() -> dict[str, Any]:
     x = torch.randn(SIZES["batch"], SIZES["length"], embed_dim)
     both = {"attention": layer, "split_first": blocks}
     reach = {name: nonzero_derivatives(each, x) for name, each in both.items()}
-    head = slice(embed_dim // heads)  # the entries of q in head 0
+    head = slice(width)  # the entries of q in head 0
     output = layer(x)
-    first = attend_with_split_first(x, *layer.as_shared_weights().matrices, heads=heads)
+    # Split x first, then project each part by its diagonal block.
+    *projections, wo = layer.as_shared_weights().matrices
+    cut = stages.split_heads(x, heads=heads)
+    q, k, v = (cut @ diagonal_blocks(weight, heads).mT for weight in projections)
+    first = F.linear(stages.merge_heads(stages.head_outputs(q, k, v)), wo)
     whole, parted = (
         layer_error_budget(x, x, x, each.as_shared_weights(), num_heads=heads)
         for each in (layer, blocks)
@@ -104,32 +109,12 @@ def compare_split_first() -> dict[str, Any]:
     }
 
 
-def block_diagonal_copy(layer: HeadwiseAttention) -> HeadwiseAttention:
-    copied = copy.deepcopy(layer)
-    width = layer.embed_dim // layer.num_heads
-    mask = torch.block_diag(*torch.ones(layer.num_heads, width, width))
-    for weight in copied.as_shared_weights().matrices[:3]:
-        weight.mul_(mask)
-    return copied
-
-
-def attend_with_split_first(
-    x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, *, heads: int
-) -> Tensor:
-    """Split x into heads, then project each part by its diagonal block."""
-    cut = stages.split_heads(x, heads=heads)
-    q, k, v = (cut @ diagonal_blocks(w, heads).mT for w in (wq, wk, wv))
-    return F.linear(stages.merge_heads(stages.head_outputs(q, k, v)), wo)
-
-
 def diagonal_blocks(weight: Tensor, heads: int) -> Tensor:
     parts = enumerate(weight.chunk(heads))
     return torch.stack([rows.chunk(heads, dim=1)[head] for head, rows in parts])
 
 
 def nonzero_derivatives(layer: HeadwiseAttention, x: Tensor) -> Tensor:
-    """Return where the Jacobian of the last token's q is not zero, bool (entries of q, inputs)."""
-
     def q(token: Tensor) -> Any:
         whole = torch.cat([x[:, :-1], token[None, None]], 1)
         return layer.inner.matrix(whole).q[0, :, -1].flatten()
@@ -190,7 +175,14 @@ def draw(figure: Figure, n: Numbers) -> None:
         top = TOP + PITCH * row
         middle = top + THICK / 2
         sheet.write(LEFT - 0.12, middle, name, color=INK, ha="right")
-        draw_blocks_of_stage(sheet, n, top, form)
+        if form == "whole":
+            sheet.block(LEFT, top, FULL, THICK, colour=SOFT, label="{asked[embed_dim]}")
+        pitch = FULL / n["asked"]["heads"]
+        wide = {"square": THICK, "touching": pitch, "apart": pitch - GAP}.get(form, 0.0)
+        for head in range(n["asked"]["heads"] if wide else 0):  # a block in the head's colour
+            left = LEFT + pitch * (head + 0.5) - wide / 2
+            label = "" if form == "square" else f"head {head}: {{asked[head_dim]}}"
+            sheet.block(left, top, wide, THICK, colour=SERIES[head], label=label)
         for layer, x in COLUMNS.items():
             shape = f"{{shapes[{layer}][{stage}]:shape}}"
             sheet.write(x, middle, shape, color=INK, ha="center")
@@ -204,19 +196,6 @@ def draw(figure: Figure, n: Numbers) -> None:
     draw_q_dependencies(sheet, 0.5, "attention", *words)
     words = ("Split, then project", "Another function", "weights_split_first")
     draw_q_dependencies(sheet, 4.2, "split_first", *words)
-
-
-def draw_blocks_of_stage(sheet: Sheet, n: Numbers, top: float, form: str) -> None:
-    """Draw a stage as one block, or as one block for each head in the head's colour."""
-    if form == "whole":
-        sheet.block(LEFT, top, FULL, THICK, colour=SOFT, label="{asked[embed_dim]}")
-        return
-    pitch = FULL / n["asked"]["heads"]
-    wide = {"square": THICK, "touching": pitch, "apart": pitch - GAP}[form]
-    for head in range(n["asked"]["heads"]):
-        left = LEFT + pitch * (head + 0.5) - wide / 2
-        label = "" if form == "square" else f"head {head}: {{asked[head_dim]}}"
-        sheet.block(left, top, wide, THICK, colour=SERIES[head], label=label)
 
 
 def draw_q_dependencies(

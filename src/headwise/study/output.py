@@ -1,4 +1,8 @@
-"""Terminal output of a study, for 80 columns and with or without colours."""
+"""Page and terminal output of a study: questions, verdicts, facts, and pictures on the page.
+
+The pictures are SVG and take their colours from the page. The terminal has 80 columns, and colours
+or none.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,33 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from headwise.reports.pictures import draw_svg
+from headwise.reports.templates import secure_page, template_environment
 from headwise.reports.terminal import GAP, indent_content, make_table
-from headwise.study.question import Answer
-from headwise.study.run import Study
+from headwise.study.question import Answer, Study
+
+HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
+
+
+def render_study_page(result: Study) -> str:
+    pictures = {answer.question.id: answer_svg(answer) for answer in result.answers}
+    template = template_environment().get_template("study.html")
+    page = template.render(study=result, pictures=pictures, version=result.setting["headwise"])
+    return secure_page(page)
+
+
+def answer_svg(answer: Answer) -> str:
+    """Return the picture as an ``svg`` element; its caption is the label for screen readers."""
+    question, caption = answer.question, answer.fill(answer.question.caption)
+    return draw_svg(
+        lambda figure: question.draw(figure, answer.numbers),
+        caption,
+        name=question.id,
+        height=HEIGHT,
+    )
 
 
 def show_study(result: Study, console: Console, *, whole: bool) -> None:
-    """Print each question with its verdict; with ``whole`` also the reason, facts and table."""
     if result.fallback:
         console.print(f"Not the trained encoder: {result.fallback.saw}.", style="yellow")
         console.print(f"To get it: {result.fallback.do}\n", markup=False, soft_wrap=True)
