@@ -46,14 +46,20 @@ class TorchCalls(TorchFunctionMode):
     """Mode in which torch's attention functions and products notify the attention hook.
 
     Explicit products belong to the running module that ``find_owner`` returns, if any does.
-    ``on_unread`` gets the owner of those that are no `AttentionMatrix`.
+    ``on_unread`` gets the owner of those of which no `AttentionMatrix` is known, or of all if
+    ``reads_products`` is False.
     """
 
     def __init__(
-        self, find_owner: Callable[[], ModuleCall | None], on_unread: Callable[[ModuleCall], None]
+        self,
+        find_owner: Callable[[], ModuleCall | None],
+        on_unread: Callable[[ModuleCall], None],
+        *,
+        reads_products: bool = True,
     ) -> None:
         super().__init__()
         self._find_owner, self._on_unread = find_owner, on_unread
+        self._reads_products = reads_products
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -82,19 +88,23 @@ class TorchCalls(TorchFunctionMode):
         self, owner: ModuleCall, operands: Sequence[Tensor], equation: str | None, result: Tensor
     ) -> Tensor:
         """Note a product; return what the hook makes of the head outputs if that is what it is."""
-        product = _Product.of(operands, equation, result)
+        product = _Product.of(operands, equation, result) if self._reads_products else None
         size = next((_size(x) for x in operands if _size(x) in owner.weights), None)
         if size is None:
             owner.scores.setdefault(_size(result), []).extend([product] if product else [])
             return result
         axes = product and _find_axes(product, owner.state)
-        matrix = product and axes and _read_matrix(owner.scores[size], owner.weights[size], product, axes)
+        matrix = (
+            product
+            and axes
+            and _read_matrix(owner.scores[size], owner.weights[size], product, axes)
+        )
         if not (product and axes and matrix):
             self._on_unread(owner)
             return result
         del owner.weights[size], owner.scores[size]
-        outputs = axes.split(product.arrange(result))
-        used = call_hook(matrix, axes.split(product.factors()[1]), outputs)
+        outputs, v = axes.split(product.arrange(result)), axes.split(product.factors()[1])
+        used = call_hook(matrix, v.to(matrix.q.dtype), outputs)
         return result if used is outputs else product.put_back(axes.join(used))
 
 
@@ -129,7 +139,9 @@ class _Product:
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, operands: Sequence[Tensor], equation: str | None, result: Tensor) -> _Product | None:
+    def of(
+        cls, operands: Sequence[Tensor], equation: str | None, result: Tensor
+    ) -> _Product | None:
         """Return a product of torch; None for an equation of another product."""
         left, right = operands[-2:]  # an addend comes before them
         if equation is None:
@@ -142,7 +154,10 @@ class _Product:
             (first, left), (second, right) = (second, right), (first, left)
         both = {*first} & {*second}
         rows, inner, columns = {*first} - both, both - {*out}, {*second} - both
-        if not len(rows) == len(inner) == len(columns) == 1 or {*out} != both - inner | rows | columns:
+        if (
+            not len(rows) == len(inner) == len(columns) == 1
+            or {*out} != both - inner | rows | columns
+        ):
             return None
         (row,), (summed,), (column,) = rows, inner, columns
         leading = "".join(x for x in first if x in both and x != summed)
