@@ -16,8 +16,8 @@ from torch import Tensor
 
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
-from headwise.diagnosis.subjects.sites import Site
-from headwise.diagnosis.subjects.tape import Node
+from headwise.scanning.sites import Site
+from headwise.scanning.tape import Node
 from headwise.function.rounding import default_tolerance
 
 TOLERANCE = default_tolerance(torch.float32)  # of a model that rotates and normalises in float32

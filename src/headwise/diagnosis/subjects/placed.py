@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
-from headwise.diagnosis.subjects.sites import Site
+from headwise.scanning.sites import Site
 from headwise.diagnosis.subjects.subject import FAILURES, describe_error
-from headwise.diagnosis.subjects.tape import MOVES, Node, Place, run_with
+from headwise.scanning.tape import MOVES, Node, Place, run_with
 from headwise.errors import OptionError
 from headwise.function.rounding import default_tolerance
 from headwise.support.tensors import map_leaves

@@ -16,14 +16,14 @@ from headwise.diagnosis.simulation.model import AttentionModel, Inputs, Recorded
 from headwise.diagnosis.subjects.aligned import Reading, read_inputs, read_known_call
 from headwise.diagnosis.subjects.layers import ModuleData, read_attention_modules
 from headwise.diagnosis.subjects.placed import PlacedAttention
-from headwise.diagnosis.subjects.sites import Site, find_sites
+from headwise.scanning.sites import Site, find_sites
 from headwise.diagnosis.subjects.subject import (
     FAILURES,
     describe_error,
     describe_run_as_given,
     read_dropout,
 )
-from headwise.diagnosis.subjects.tape import record_tape
+from headwise.scanning.tape import record_tape
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.rounding import Roundoff, coarsest, default_tolerance
 from headwise.function.spec import Sides
