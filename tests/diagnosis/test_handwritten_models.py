@@ -20,9 +20,9 @@ from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.aligned import arrange
 from headwise.diagnosis.subjects.run import run_beside, run_model
+from headwise.errors import OptionError
 from headwise.scanning.sites import find_sites
 from headwise.scanning.tape import record_tape, run_with
-from headwise.errors import OptionError
 from tests.quick import others_slow
 from tests.refusals import refusals
 

@@ -17,8 +17,7 @@ from headwise import compare, register_huggingface
 from headwise.diagnosis.comparison import ModelComparison
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects import run
-from headwise.diagnosis.subjects.run import relative_difference_norm
-from headwise.function.rounding import exceeds_rounding
+from headwise.function.rounding import exceeds_rounding, relative_difference_norm
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own code, for flex

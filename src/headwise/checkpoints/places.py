@@ -45,6 +45,20 @@ class Place:
         """The prefix of its tensors' names."""
         return self.module.prefix
 
+    def matches(self, label: str) -> bool:
+        """True if a name is that of this module, of a part of it, or of what it is a part of."""
+        return is_same_branch(self.name, label)
+
+    @property
+    def projections(self) -> dict[str, str]:
+        """The name of the module that projects q, k, v and o, by role."""
+        return {
+            role: full.rpartition(".")[0]
+            for full, local in self.module.tensors.items()
+            for role in "qkvo"
+            if f"w{role}" in self.layout.patterns[local].tensors
+        }
+
     def sizes(self, state: Mapping[str, TensorHeader]) -> Sizes:
         """Return the size of every axis.
 
@@ -81,6 +95,15 @@ class Place:
         count = self.config.get(f"{sides[0]}_attention_heads") if sides else None
         stated = configs.read_stated_counts(self.config)
         return stated | ({"heads": count} if isinstance(count, int) else {})
+
+
+def is_same_branch(first: str, second: str) -> bool:
+    """True if two names are of one module, or of a module and of a part of it.
+
+    Labels of a scan may have the number of a run behind the name.
+    """
+    paths = ([x for x in name.partition(" (")[0].split(".") if x] for name in (first, second))
+    return all(mine == theirs for mine, theirs in zip(*paths, strict=False))
 
 
 HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")  # of modules in memory

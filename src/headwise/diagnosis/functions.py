@@ -18,9 +18,8 @@ from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall, visible_keys
 from headwise.diagnosis.subjects.function import BlackBox
-from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.errors import OptionError, ShapeError
-from headwise.function.rounding import Roundoff, input_share
+from headwise.function.rounding import Roundoff, input_share, relative_difference_norm
 from headwise.function.stages import repeat_kv_heads
 
 STEP = 0.15  # of the input, by which scores become a quarter smaller

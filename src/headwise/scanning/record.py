@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.checkpoints.places import is_same_branch
 from headwise.errors import OptionError
 from headwise.huggingface.running import observe_attention, using_headwise_attention
 from headwise.layers.hooks import attention_hook
@@ -242,12 +243,11 @@ class Recorder:
 
         A module looks like attention by its class name, or by its explicit matrix products.
         """
-        captured = [name.partition(" (")[0] + "." for name in self.layers]
-
-        def is_covered(name: str) -> bool:
-            return any(x.startswith(name + ".") or name.startswith(x) for x in captured)
-
-        missed = {name: kind for name, kind in self._ran.items() if not is_covered(name)}
+        missed = {
+            name: kind
+            for name, kind in self._ran.items()
+            if not any(is_same_branch(name, layer) for layer in self.layers)
+        }
         missed |= self._explicit
         outer = [x for x in missed if any(other.startswith(x + ".") for other in missed)]
         return {x: kind for x, kind in missed.items() if x in self._explicit or x not in outer}

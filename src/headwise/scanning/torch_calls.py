@@ -36,6 +36,7 @@ from headwise.support.tracing import cast_like_autocast, is_kernel_call
 
 AXES = "batch heads queries keys"
 HIDDEN = -1e4  # the largest number that stands for -inf in a mask, as in the first BERT
+MOST = 8  # products of one size that wait for a softmax
 SOFTMAXES = frozenset((torch.softmax, torch.special.softmax, Tensor.softmax, F.softmax))
 _OPERATORS = (Tensor.__matmul__, Tensor.__rmatmul__, torch.einsum)
 _NAMED = (getattr(place, x) for x in ("matmul", "bmm", "baddbmm") for place in (torch, Tensor))
@@ -91,21 +92,19 @@ class TorchCalls(TorchFunctionMode):
         product = _Product.of(operands, equation, result) if self._reads_products else None
         size = next((_size(x) for x in operands if _size(x) in owner.weights), None)
         if size is None:
-            owner.scores.setdefault(_size(result), []).extend([product] if product else [])
+            noted = owner.scores.get(_size(result), [])
+            owner.scores[_size(result)] = [*noted, *([product] if product else [])][-MOST:]
             return result
-        axes = product and _find_axes(product, owner.state)
-        matrix = (
-            product
-            and axes
-            and _read_matrix(owner.scores[size], owner.weights[size], product, axes)
-        )
-        if not (product and axes and matrix):
-            self._on_unread(owner)
-            return result
-        del owner.weights[size], owner.scores[size]
-        outputs, v = axes.split(product.arrange(result)), axes.split(product.factors()[1])
-        used = call_hook(matrix, v.to(matrix.q.dtype), outputs)
-        return result if used is outputs else product.put_back(axes.join(used))
+        if product is not None:
+            axes = _find_axes(product, owner.state)
+            matrix = _read_matrix(owner.scores[size], owner.weights[size], product, axes)
+            if matrix is not None:
+                del owner.weights[size], owner.scores[size]
+                outputs, v = axes.split(product.arrange(result)), axes.split(product.factors()[1])
+                used = call_hook(matrix, v.to(matrix.q.dtype), outputs)
+                return result if used is outputs else product.put_back(axes.join(used))
+        self._on_unread(owner)
+        return result
 
 
 def _is_batched_activation(x: Any) -> bool:
@@ -153,11 +152,8 @@ class _Product:
         if out[-1] in first:  # columns are what comes last
             (first, left), (second, right) = (second, right), (first, left)
         both = {*first} & {*second}
-        rows, inner, columns = {*first} - both, both - {*out}, {*second} - both
-        if (
-            not len(rows) == len(inner) == len(columns) == 1
-            or {*out} != both - inner | rows | columns
-        ):
+        alone = rows, inner, columns = {*first} - both, both - {*out}, {*second} - both
+        if [*map(len, alone)] != [1, 1, 1] or {*out} != (both - inner) | rows | columns:
             return None
         (row,), (summed,), (column,) = rows, inner, columns
         leading = "".join(x for x in first if x in both and x != summed)
@@ -198,9 +194,9 @@ class _Leading(NamedTuple):
 
     def split(self, x: Tensor) -> Tensor:
         """Return (batch, heads, rows, columns)."""
-        if self.is_heads_first:
-            return x.unflatten(0, (self.heads, self.batch)).transpose(0, 1)
-        return x.unflatten(0, (self.batch, self.heads))
+        sizes = (self.heads, self.batch) if self.is_heads_first else (self.batch, self.heads)
+        apart: Tensor = x.unflatten(0, sizes)
+        return apart.transpose(0, 1) if self.is_heads_first else apart
 
     def join(self, x: Tensor) -> Tensor:
         """Return the reverse of `split`."""
@@ -214,7 +210,7 @@ def _find_axes(mixing: _Product, state: Tensor | None) -> _Leading:
     tokens = () if state is None or state.is_nested else state.shape[:-1]
     if len(tokens) in (1, 2) and queries in tokens:
         batch = math.prod(tokens) // queries
-        if len(leading) == 1 or leading[0] == batch:
+        if leading[0] == batch or (len(leading) == 1 and count % batch == 0):
             return _Leading(batch, count // batch, is_heads_first=False)
         if leading[1:] == (batch,):
             return _Leading(batch, leading[0], is_heads_first=True)
@@ -237,7 +233,7 @@ def _read_matrix(
             q, k = product.factors()
             q, k, scores, weights = map(axes.split, (q, k.mT, scores, weights))
             mask, score_bias, scale = _split_scores(q, k, scores, weights)
-            options = {"mask": mask, "score_bias": score_bias, "scale": scale}
+            options: Any = {"mask": mask, "score_bias": score_bias, "scale": scale}
             matrices.append(AttentionMatrix(q, k, **options))
             if not score_bias.tensors:
                 return matrices[-1]
@@ -255,7 +251,9 @@ def _split_scores(
     if torch.equal(seen, torch.ones_like(seen).tril(keys - queries)):
         mask = Mask.causal(align="bottom-right") if queries > 1 else mask
     elif not seen.all():
-        mask = Mask.may_attend(seen, axes=AXES)
+        shared = seen[:, :1]
+        is_shared = torch.equal(seen, shared.expand_as(seen))
+        mask = Mask.may_attend(shared if is_shared else seen, axes=AXES)
     mine, theirs = scores[seen], products[seen]
     scale = float((mine @ theirs) / (theirs @ theirs))
     usual = (each for each in (1.0, q.shape[-1] ** -0.5) if math.isclose(scale, each, rel_tol=1e-6))

@@ -84,8 +84,8 @@ def trace_operations(
             stage = max(stage, ATTENDED)
         results = first, *others
         stages |= dict.fromkeys(results, stage)
-        values = (tuple(each.value for each in nodes) for nodes in (inputs, results))
-        steps.append(TracedStep(first.operation, stage, *values, first.is_product))
+        given, made = (tuple(each.value for each in nodes) for nodes in (inputs, results))
+        steps.append(TracedStep(first.operation, stage, given, made, first.is_product))
     return tuple(steps)
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
+from headwise.function.rounding import default_tolerance
 from headwise.scanning.sites import Site
 from headwise.scanning.tape import Node
-from headwise.function.rounding import default_tolerance
+from headwise.scanning.torch_calls import HIDDEN
 
 TOLERANCE = default_tolerance(torch.float32)  # of a model that rotates and normalises in float32
-HIDDEN = -1e4  # the largest number that stands for -inf in a mask, as in the first BERT
 
 
 def arrange(x: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
