@@ -216,6 +216,20 @@ def test_the_port_may_be_the_second(peer: Any) -> None:
     assert layer.comparison.cause_names == ["scale"]
 
 
+def test_two_models_written_by_hand_are_compared_by_their_stages(peer: Any) -> None:
+    first, second = HandModel(peer), HandModel(peer)
+    second.blocks[2].attend.way = "einsum"
+    assert compared(first, second)[0].verdict is Verdict.TO_ROUNDING
+    with torch.no_grad():
+        first.blocks[1].attend.qkv.weight[:WIDTH] *= 1.1  # of the queries
+    diagnosis, model = compared(first, second)
+    assert diagnosis.verdict is Verdict.UNKNOWN
+    [layer] = [each for each in model.differing_layers if not each.has_other_input]
+    assert layer.name == "blocks.1.attend"
+    parted = [each.stage for each in layer.comparison.parted]
+    assert parted == ["q after rotary", "weights", "head outputs"]
+
+
 def test_a_difference_outside_attention_is_between_two_attentions(peer: Any) -> None:
     port = HandModel(peer)
     port.blocks[1].approximate = "none"

@@ -88,8 +88,7 @@ def record_attention(
             leave them as they are.
         on_complete: called later with each call, when all that is observed around it is recorded.
         keep_implementation: True if models of transformers compute attention by their own
-            implementation and masks; by default headwise computes it. Attention by two matrix
-            products is then left to a `Tape`, which also shows what is around it.
+            implementation and masks; by default headwise computes it.
         gradients: True to run with gradients.
     """
     module = model if isinstance(model, nn.Module) else None
@@ -108,8 +107,7 @@ def record_attention(
         stack.enter_context(recorder.follow_modules())
         stack.enter_context(attention_hook(recorder.record_call))
         stack.enter_context(track_kernel_calls())
-        of_products = recorder.find_owner, recorder.note_explicit_attention
-        stack.enter_context(TorchCalls(*of_products, reads_products=not keep_implementation))
+        stack.enter_context(TorchCalls(recorder.find_owner, recorder.note_explicit_attention))
         yield recorder
         recorder.complete_call()
 

@@ -47,20 +47,14 @@ class TorchCalls(TorchFunctionMode):
     """Mode in which torch's attention functions and products notify the attention hook.
 
     Explicit products belong to the running module that ``find_owner`` returns, if any does.
-    ``on_unread`` gets the owner of those of which no `AttentionMatrix` is known, or of all if
-    ``reads_products`` is False.
+    ``on_unread`` gets the owner of those of which no `AttentionMatrix` is known.
     """
 
     def __init__(
-        self,
-        find_owner: Callable[[], ModuleCall | None],
-        on_unread: Callable[[ModuleCall], None],
-        *,
-        reads_products: bool = True,
+        self, find_owner: Callable[[], ModuleCall | None], on_unread: Callable[[ModuleCall], None]
     ) -> None:
         super().__init__()
         self._find_owner, self._on_unread = find_owner, on_unread
-        self._reads_products = reads_products
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -89,7 +83,7 @@ class TorchCalls(TorchFunctionMode):
         self, owner: ModuleCall, operands: Sequence[Tensor], equation: str | None, result: Tensor
     ) -> Tensor:
         """Note a product; return what the hook makes of the head outputs if that is what it is."""
-        product = _Product.of(operands, equation, result) if self._reads_products else None
+        product = _Product.of(operands, equation, result)
         size = next((_size(x) for x in operands if _size(x) in owner.weights), None)
         if size is None:
             noted = owner.scores.get(_size(result), [])

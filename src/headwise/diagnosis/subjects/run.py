@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.outputs.runs import CLOSE, Runs
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
-from headwise.diagnosis.subjects.aligned import Reading, read_inputs, read_known_call
+from headwise.diagnosis.subjects.aligned import Reading, read_inputs
 from headwise.diagnosis.subjects.layers import (
     ModuleData,
     read_attention_modules,
@@ -271,11 +271,9 @@ def _require_repeatable(
 
 @torch.no_grad()
 def record_layers(
-    model: nn.Module, arguments: Arguments, *, by_products: bool = True
+    model: nn.Module, arguments: Arguments
 ) -> tuple[list[LayerRun], dict[str, Tensor]]:
     """Run a model in eval mode; return its attentions and its outputs by name.
-
-    ``by_products`` also finds those that compute products of their own.
 
     Raises:
         OptionError: no attention was captured.
@@ -288,16 +286,6 @@ def record_layers(
     with record_modules(map(model.get_submodule, names)) as passes, recording as recorder:
         recorder.begin_input()
         output = model(*arguments[0], **arguments[1])
-    captured = [call.layer for call in calls]
-    is_missed = [
-        data.model is not None and not any(map(data.matches, captured)) for data in modules
-    ]
-    if (
-        by_products
-        and any(is_missed)
-        and (taped := _record_layers_on_tape(model, arguments, modules))
-    ):
-        return taped
     recorder.require_any_captured(type(model).__name__)
     # transformers computes rotations and norms in float32, whatever the dtype of the model is.
     is_single = hasattr(model, "config")
@@ -332,32 +320,6 @@ def _make_runs_on_tape(
     if len(sites) != count or call.earlier:
         return None
     return PlacedAttention(model, arguments, sites[turn], call.inputs).make_runs(call)
-
-
-@torch.no_grad()
-def _record_layers_on_tape(
-    model: nn.Module, arguments: Arguments, modules: Sequence[ModuleData]
-) -> tuple[list[LayerRun], dict[str, Tensor]] | None:
-    """Run a model that computes attention by products of its own; None if one is not read."""
-    tape, output = record_tape(model, *arguments)
-    layers = []
-    for site in find_sites(tape.nodes):
-        around = [x for x in modules if x.matches(site.module)]
-        data = around[0] if len(around) == 1 else None
-        if (
-            data is None
-            or data.model is None
-            or (call := read_known_call(site, data.model)) is None
-        ):
-            return None
-        window, mask = None if site.is_cross else data.window, call.inputs.mask
-        placed = PlacedAttention(model, arguments, site, call.inputs)
-        if mask is not None and torch.equal(mask, mask[:, :1].expand_as(mask)):
-            call = replace(call, inputs=replace(call.inputs, mask=mask[:, :1]))
-        layers.append(
-            LayerRun(site.module, call, data.model, window=window, make_runs=placed.make_runs)
-        )
-    return layers, list_output_tensors(output)
 
 
 @torch.no_grad()
@@ -551,6 +513,8 @@ def _read_stages(
             stages |= _split_by_head(role, turns.get(role, _Turn()).output, heads, head_dim)
     if data is not None and data.model is not None:
         settings = data.model.settings
+        for name in {"k after rotary", "v"} & stages.keys():
+            stages[name] = _merge_copies(stages[name], int(settings.num_kv_heads))
         if "q" not in stages and settings.rotation is None and settings.norm is None:
             stages |= {role: stages[f"{role} after rotary"] for role in "qk"}
         elif (  # a layer may multiply its projection by the scale
@@ -562,6 +526,14 @@ def _read_stages(
     if o.source is None and call.outputs is not None:
         stages |= _split_by_head("head outputs", o.input, *call.outputs.shape[1::2])
     return stages
+
+
+def _merge_copies(x: Tensor, kv_heads: int) -> Tensor:
+    """Return one head of each group of equal ones; all heads where groups are not equal."""
+    if x.shape[1] <= kv_heads or x.shape[1] % kv_heads:
+        return x
+    groups = x.unflatten(1, (kv_heads, -1))
+    return groups[:, :, 0] if torch.equal(groups, groups[:, :, :1].expand_as(groups)) else x
 
 
 def _split_by_head(stage: str, rows: Tensor | None, heads: int, channels: int) -> dict[str, Tensor]:
