@@ -100,10 +100,14 @@ class Place:
 def is_same_branch(first: str, second: str) -> bool:
     """True if two names are of one module, or of a module and of a part of it.
 
-    Labels of a scan may have the number of a run behind the name.
+    Labels of a scan may have the number of a run behind the name. A second name of "", which is a
+    whole model, is none of a part.
     """
-    paths = ([x for x in name.partition(" (")[0].split(".") if x] for name in (first, second))
-    return all(mine == theirs for mine, theirs in zip(*paths, strict=False))
+    mine, theirs = (
+        [x for x in name.partition(" (")[0].split(".") if x] for name in (first, second)
+    )
+    shorter = min(len(mine), len(theirs))
+    return mine[:shorter] == theirs[:shorter] and (bool(theirs) or not mine)
 
 
 HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")  # of modules in memory

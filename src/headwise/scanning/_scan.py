@@ -43,9 +43,8 @@ def scan(
     """Run a model, and return the statistics of every attention head.
 
     The model runs in eval mode and without gradients, and keeps its mode and settings. No tensor
-    of queries x keys is allocated where the model allocates none. ``HeadScan.notes`` lists modules
-    that look like attention and were not captured, and layers whose queries or keys are NaN or
-    infinite.
+    of queries x keys is allocated where the model has none. ``HeadScan.notes`` lists modules like
+    attention that were not captured, and layers whose queries or keys are NaN or infinite.
 
     Args:
         model: a model of transformers, one with torch's or headwise's layers, or one that calls

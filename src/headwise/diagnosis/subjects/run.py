@@ -110,9 +110,11 @@ def run_models(
     """
     runs: list[ModelRun | None] = [None, None]
     for number, model in enumerate((a, b)):
-        if any(x.model for x in read_attention_modules(model)):
+        if known := [x for x in read_attention_modules(model) if x.model]:
             with suppress(OptionError):  # of one whose modules hold weights, and do not attend
-                runs[number] = run_model(model, inputs, vocabulary=vocabulary)
+                run = run_model(model, inputs, vocabulary=vocabulary)
+                is_read = any(x.matches(layer.name) for x in known for layer in run.layers)
+                runs[number] = run if is_read else None
     first, second = runs
     if first is None and second is not None:
         first = run_beside(second, a, inputs, vocabulary=vocabulary)
