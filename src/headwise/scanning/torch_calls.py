@@ -202,13 +202,13 @@ def _find_axes(mixing: _Product, state: Tensor | None) -> _Leading:
     leading, queries = mixing.leading, mixing.left.shape[-2]
     count = math.prod(leading)
     tokens = () if state is None or state.is_nested else state.shape[:-1]
-    if len(tokens) in (1, 2) and queries in tokens:
+    if count and len(tokens) in (1, 2) and queries in tokens:
         batch = math.prod(tokens) // queries
         if leading[0] == batch or (len(leading) == 1 and count % batch == 0):
             return _Leading(batch, count // batch, is_heads_first=False)
         if leading[1:] == (batch,):
             return _Leading(batch, leading[0], is_heads_first=True)
-    heads = leading[-1] if len(leading) > 1 else 1
+    heads = (leading[-1] if len(leading) > 1 else 1) or 1
     return _Leading(count // heads, heads, is_heads_first=False)
 
 
@@ -224,7 +224,7 @@ def _read_matrix(
     for product in products:
         scores, weights = map(product.arrange, softmax)
         if weights.shape == used.shape and torch.equal(weights.to(used.dtype), used):
-            q, k = product.factors()
+            q, k = cast_like_autocast(*product.factors())
             q, k, scores, weights = map(axes.split, (q, k.mT, scores, weights))
             mask, score_bias, scale = _split_scores(q, k, scores, weights)
             options: Any = {"mask": mask, "score_bias": score_bias, "scale": scale}
@@ -249,7 +249,7 @@ def _split_scores(
         is_shared = torch.equal(seen, shared.expand_as(seen))
         mask = Mask.may_attend(shared if is_shared else seen, axes=AXES)
     mine, theirs = scores[seen], products[seen]
-    scale = float((mine @ theirs) / (theirs @ theirs))
+    scale = float((mine @ theirs) / (theirs @ theirs)) if len(mine) else 1.0
     usual = (each for each in (1.0, q.shape[-1] ** -0.5) if math.isclose(scale, each, rel_tol=1e-6))
     scale = next(usual, scale)
     if (mine - scale * theirs).norm() <= default_tolerance(weights.dtype) * mine.norm():
