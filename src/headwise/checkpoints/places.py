@@ -45,10 +45,6 @@ class Place:
         """The prefix of its tensors' names."""
         return self.module.prefix
 
-    def matches(self, label: str) -> bool:
-        """True if a name is that of this module, of a part of it, or of what it is a part of."""
-        return is_same_branch(self.name, label)
-
     @property
     def projections(self) -> dict[str, str]:
         """The name of the module that projects q, k, v and o, by role."""
