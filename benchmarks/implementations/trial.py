@@ -15,6 +15,8 @@ from headwise import compare
 from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.errors import HeadwiseError
 from headwise.identify.results import Diagnosis
+from headwise.diagnosis.results import Diagnosis
+from headwise.function.rounding import relative_difference_norm
 from tools.huggingface_classes import classes, comparing
 from tools.huggingface_classes import trial as class_trial
 from tools.huggingface_classes.inputs import ERRORS

@@ -16,12 +16,12 @@ from headwise import compare
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.aligned import arrange
 from headwise.diagnosis.subjects.run import run_beside, run_model
-from headwise.diagnosis.subjects.sites import find_sites
-from headwise.diagnosis.subjects.tape import record_tape, run_with
 from headwise.errors import OptionError
 from headwise.identify.comparison import ModelComparison
 from headwise.identify.results import Diagnosis, Verdict
 from tests.quick import others_extra, others_slow
+from headwise.scanning.sites import find_sites
+from headwise.scanning.tape import record_tape, run_with
 from tests.refusals import refusals
 
 WIDTH, HEADS, LAYERS, TOKENS, BATCH = 30, 3, 3, 11, 2
@@ -214,6 +214,20 @@ def test_the_port_may_be_the_second(peer: Any) -> None:
     [layer] = diagnosis.model.differing_layers
     assert layer.other_name == "blocks.2.attend"
     assert layer.comparison.cause_names == ["scale"]
+
+
+def test_two_models_written_by_hand_are_compared_by_their_stages(peer: Any) -> None:
+    first, second = HandModel(peer), HandModel(peer)
+    second.blocks[2].attend.way = "einsum"
+    assert compared(first, second)[0].verdict.is_same
+    with torch.no_grad():
+        first.blocks[1].attend.qkv.weight[:WIDTH] *= 1.1  # of the queries
+    diagnosis, model = compared(first, second)
+    assert diagnosis.verdict is Verdict.UNKNOWN
+    [layer] = [each for each in model.differing_layers if not each.has_other_input]
+    assert layer.name == "blocks.1.attend"
+    parted = [each.stage for each in layer.comparison.parted]
+    assert parted == ["q after rotary", "weights", "head outputs"]
 
 
 def test_a_difference_outside_attention_is_between_two_attentions(peer: Any) -> None:

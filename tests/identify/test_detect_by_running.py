@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Phi": {**GROUPED, "partial_rotary_factor": 0.5},
     "Phi3": GROUPED,
     "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2},
+    "GPTJ": {"n_embd": 48, "n_head": 6, "n_layer": 2, "rotary_dim": 4},  # by products of its own
     "GPTNeoX": {**WIDE, "intermediate_size": 64},
     "GPTNeoX-part": {**WIDE, "intermediate_size": 64, "rotary_pct": 0.5},
     "Falcon-40b": {**WIDE, "new_decoder_architecture": True, "num_kv_heads": 2},

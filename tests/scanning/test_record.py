@@ -1,4 +1,4 @@
-"""The recorder: what it leaves behind, and attention by explicit products that it names."""
+"""The recorder: what it leaves behind, and attention by explicit products in any module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -65,16 +65,21 @@ def between(layer: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("attend", [by_matmul, by_einsum, by_bmm])
-def test_explicit_products_in_a_class_of_any_name_are_noted(attend: Attend) -> None:
+def test_explicit_products_in_a_class_of_any_name_are_captured(attend: Attend) -> None:
     found = scan(between(Mix(attend)), torch.randint(20, (2, 12)), statistics=["entropy"])
-    assert found.layers == ("1",)
-    assert [note.rpartition(": ")[2] for note in found.notes] == ["2 (Mix)"]
+    assert found.layers == ("1", "2")
+    assert found["entropy"].shape == (2, 2)  # (layers, heads)
+    assert found.notes == ()
 
 
-def test_a_block_with_a_captured_layer_may_attend_by_products_of_its_own() -> None:
+def by_halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1) / 2) @ v
+
+
+def test_a_block_with_a_captured_layer_may_attend_by_products_that_are_not_read() -> None:
     class Block(Mix):
         def __init__(self) -> None:
-            super().__init__(by_matmul)
+            super().__init__(by_halves)
             self.inner = Mix(F.scaled_dot_product_attention)
 
         def forward(self, x: Tensor) -> Tensor:

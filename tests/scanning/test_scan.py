@@ -15,6 +15,8 @@ from headwise.errors import OptionError
 from headwise.matrix.kernels import tiles
 from headwise.models import tiny
 from headwise.scanning._scan import scan
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.record import record_attention
 from headwise.scanning.statistics.catalogue import STANDARD
 from tests.memory import LargestTensor
 from tests.quick import others_extra
@@ -261,28 +263,52 @@ def test_hidden_by_a_large_negative_number_is_hidden() -> None:
 # ---- what is refused, or said ------------------------------------------------------------------
 
 
-def test_attention_by_products_of_its_own_is_refused_by_name() -> None:
-    with pytest.raises(OptionError, match="DisentangledSelfAttention"):
-        scan(deberta(), text())
+class HalvedAttention(nn.Module):
+    """Attention with other weights than those of its softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(40).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return ((x @ x.mT).softmax(-1) / 2) @ x
+
+
+def test_attention_that_cannot_be_read_is_refused_by_name() -> None:
+    with pytest.raises(OptionError, match="HalvedAttention"):
+        scan(HalvedAttention(), torch.randn(BATCH, LENGTH, 40).double())
+
+
+def test_products_of_a_model_of_transformers_give_the_weights_that_it_returns() -> None:
+    model, given, calls = deberta(), text(), list[CapturedCall]()
+    with record_attention(model, on_complete=calls.append) as recorder, torch.no_grad():
+        recorder.begin_input()
+        returned = model(**given, output_attentions=True).attentions
+    real = given["attention_mask"].bool()
+    assert len(calls) == len(returned) > 1
+    for call, weights in zip(calls, returned, strict=True):
+        shown = call.matrix.dense().transpose(1, 2)[real]
+        torch.testing.assert_close(shown, weights.transpose(1, 2)[real])
 
 
 def test_what_was_not_reached_is_said() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.seen, self.hidden = callers(), deberta()
+            self.seen, self.hidden = (
+                callers(),
+                nn.ModuleList([HalvedAttention(), HalvedAttention()]),
+            )
 
-        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-            return self.seen(x) + self.hidden(ids)[0].mean()
+        def forward(self, x: Tensor) -> Tensor:
+            return self.seen(x) + self.hidden[0](x) + self.hidden[1](x)
 
-    found = scan(
-        Both().eval(),
-        (torch.randn(BATCH, LENGTH, 40).double(), tokens(BATCH, LENGTH)),
-        statistics=["entropy"],
-    )
+    given = torch.randn(BATCH, LENGTH, 40).double()
+    found = scan(Both().eval(), given, statistics=["entropy"])
     assert found.layers == ("seen.layers.0", "seen.layers.1")
     assert len(found.notes) == 1
-    assert "DisentangledSelfAttention" in found.notes[0]
+    assert "HalvedAttention" in found.notes[0]
     assert "not captured: 2 modules similar to attention" in found.notes[0]
 
 

@@ -45,6 +45,16 @@ class Place:
         """The prefix of its tensors' names."""
         return self.module.prefix
 
+    @property
+    def projections(self) -> dict[str, str]:
+        """The name of the module that projects q, k, v and o, by role."""
+        return {
+            role: full.rpartition(".")[0]
+            for full, local in self.module.tensors.items()
+            for role in "qkvo"
+            if f"w{role}" in self.layout.patterns[local].tensors
+        }
+
     def sizes(self, state: Mapping[str, TensorHeader]) -> Sizes:
         """Return the size of every axis.
 
@@ -81,6 +91,19 @@ class Place:
         count = self.config.get(f"{sides[0]}_attention_heads") if sides else None
         stated = configs.read_stated_counts(self.config)
         return stated | ({"heads": count} if isinstance(count, int) else {})
+
+
+def is_same_branch(first: str, second: str) -> bool:
+    """True if two names are of one module, or of a module and of a part of it.
+
+    Labels of a scan may have the number of a run behind the name. A second name of "", which is a
+    whole model, is none of a part.
+    """
+    mine, theirs = (
+        [x for x in name.partition(" (")[0].split(".") if x] for name in (first, second)
+    )
+    shorter = min(len(mine), len(theirs))
+    return mine[:shorter] == theirs[:shorter] and (bool(theirs) or not mine)
 
 
 HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")  # of modules in memory

@@ -16,9 +16,8 @@ from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall, visible_keys
 from headwise.diagnosis.subjects.function import BlackBox
-from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.errors import OptionError, ShapeError
-from headwise.function.rounding import Roundoff, input_share
+from headwise.function.rounding import Roundoff, input_share, relative_difference_norm
 from headwise.function.stages import repeat_kv_heads
 from headwise.identify.comparison import SEED, FunctionComparison, format_noun_with_numbers
 from headwise.identify.results import Diagnosis, Verdict

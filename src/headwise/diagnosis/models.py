@@ -25,10 +25,10 @@ from headwise.diagnosis.simulation.model import (
     RecordedCall,
     key_query_distances,
 )
-from headwise.diagnosis.subjects.run import LayerRun, ModelRun, relative_difference_norm
+from headwise.diagnosis.subjects.run import LayerRun, ModelRun, measure_input_gap
 from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
 from headwise.errors import OptionError, ShapeError
-from headwise.function.rounding import BACKWARD, exceeds_rounding
+from headwise.function.rounding import BACKWARD, exceeds_rounding, relative_difference_norm
 from headwise.function.stages import STAGES
 from headwise.identify import catalogue
 from headwise.identify.comparison import (
@@ -228,11 +228,7 @@ class LayerPair:
 
     @property
     def _input_gap(self) -> float:
-        mine, theirs = self.mine.call.inputs, self.theirs.call.inputs
-        gap = relative_difference_norm(mine.x, theirs.x)
-        if mine.source is None or theirs.source is None:
-            return gap
-        return max(gap, relative_difference_norm(mine.source, theirs.source))
+        return measure_input_gap(self.mine.call.inputs, self.theirs.call.inputs)
 
     @property
     def _has_other_input(self) -> bool:

@@ -7,10 +7,9 @@ from dataclasses import replace
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.search import ExplainedCalls
 from headwise.diagnosis.simulation.model import Inputs
-from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
-from headwise.function.rounding import default_tolerance
+from headwise.function.rounding import default_tolerance, relative_difference_norm
 
 
 def describe(

@@ -198,6 +198,28 @@ def default_tolerance(*dtypes: torch.dtype) -> float:
     return min(WIDEST, 4096 * max(eps, default=WIDEST))
 
 
+def relative_difference_norm(first: Tensor, second: Tensor) -> float:
+    """Return the norm of a difference by the norm of the second; infinity for other shapes.
+
+    Two NaNs are equal, and so are two infinities; one beside a number makes the gap infinite.
+    """
+    if first.shape != second.shape:
+        return torch.inf
+    first, second = first.double(), second.double()
+    equal = (first == second) | (first.isnan() & second.isnan())
+    apart = (first - second).masked_fill(equal, 0.0)
+    if not apart.isfinite().all():
+        return torch.inf
+    size = second.masked_fill(~second.isfinite(), 0.0).norm()
+    return float(apart.norm() / size.clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def is_near(first: Tensor, second: Tensor, tolerance: float | None = None) -> bool:
+    """True if two tensors differ by a share of their norm at most; None for that of float32."""
+    tolerance = default_tolerance(torch.float32) if tolerance is None else tolerance
+    return relative_difference_norm(first, second) <= tolerance
+
+
 def input_share(terms: int, dtype: torch.dtype) -> float:
     """Return the share by which inputs move, where rounding of sums of ``terms`` moves the output.
 

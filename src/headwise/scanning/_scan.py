@@ -43,13 +43,13 @@ def scan(
     """Run a model, and return the statistics of every attention head.
 
     The model runs in eval mode and without gradients, and keeps its mode and settings. No tensor
-    of queries x keys is allocated. ``HeadScan.notes`` lists modules that look like attention and
-    were not captured, and layers whose queries or keys are NaN or infinite.
+    of queries x keys is allocated where the model has none. ``HeadScan.notes`` lists modules like
+    attention that were not captured, and layers whose queries or keys are NaN or infinite.
 
     Args:
         model: a model of transformers, one with torch's or headwise's layers, or one that calls
-            ``scaled_dot_product_attention``; a function that does; or an `AttentionMatrix`, with
-            its values as ``inputs``.
+            ``scaled_dot_product_attention`` or multiplies queries and keys itself; a function that
+            does; or an `AttentionMatrix`, with its values as ``inputs``.
         inputs: a tensor, a tuple of positional arguments, or a mapping of named ones; or a list
             of several such inputs, which are merged. Token ids are (batch, length).
         statistics: names of the standard set, or your own objects; the standard set if None.

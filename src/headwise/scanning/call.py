@@ -280,8 +280,9 @@ class ModuleCall:
     attended: int = 0  # number of attention calls inside
     # Keys of the module's last attention call, and True if that was cross attention.
     last_keys: tuple[Tensor, bool] | None = None
-    scores: set[tuple[int, int]] = field(default_factory=set)  # sizes of explicit products inside
-    weights: set[tuple[int, int]] = field(default_factory=set)  # of those through a softmax
+    # Explicit products inside, by the size of their results, and input and output of their softmax.
+    scores: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    weights: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     _turn: int = 1
     _covered: int = 0  # tokens whose queries this turn has had
 

@@ -1,14 +1,15 @@
 """The one recorder of a running model: its attention calls, and what was observed around them.
 
-Scans, importance, comparisons, detection and divided models read its records. Four sources are
+Scans, importance, comparisons, detection and divided models read its records. Five sources are
 captured: layers of headwise, models of transformers that use its attention interface,
-`torch.nn.MultiheadAttention` with torch's transformer layers, and any code that calls
-`scaled_dot_product_attention`. No layer is rewritten. Hooks, settings and modes are restored
-afterwards, also after an exception, and compiled modules run uncompiled in between.
+`torch.nn.MultiheadAttention` with torch's transformer layers, any code that calls
+`scaled_dot_product_attention`, and attention by two matrix products with a softmax in between. No
+layer is rewritten. Hooks, settings and modes are restored afterwards, also after an exception, and
+compiled modules run uncompiled in between.
 
-Attention by explicit matrix products is noticed by its softmax, and not captured; exported or
-scripted graphs are not captured either. `Recorder.missed_modules` lists the modules that look like
-attention and were not captured.
+Exported or scripted graphs are not captured, and no products of which the second has other weights
+than the softmax returned. `Recorder.missed_modules` lists the modules that look like attention and
+were not captured.
 
 Everything reported about a call is observed at run time; nothing is guessed.
 """
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.checkpoints.places import is_same_branch
 from headwise.errors import OptionError
 from headwise.huggingface.running import observe_attention, using_headwise_attention
 from headwise.layers.hooks import attention_hook
@@ -44,7 +46,7 @@ from headwise.scanning.context import CallAwaitingProjection, KeyTokens, TokenSt
 from headwise.scanning.inputs import ModelInput, call_model_on_input
 from headwise.scanning.torch_calls import TorchCalls
 from headwise.support.text import describe_count, list_some
-from headwise.support.tracing import evaluation_mode, track_kernel_calls
+from headwise.support.tracing import evaluation_mode, is_kernel_call, track_kernel_calls
 
 # Names of arguments. A module with a tensor argument of the first attends to another source.
 SOURCES = (
@@ -134,6 +136,7 @@ class Recorder:
         self._ran: dict[str, str] = {}  # modules whose class says attention
         self._explicit: dict[str, str] = {}  # modules with explicit products
         self._outside = ModuleCall(module=nn.Module(), name="attention")
+        self._is_reading = False  # True while a call is handed on
         # The block and the real queries of the last self-attention.
         self._last_block: tuple[str, Tensor | None] = ("", None)
         self._heads: dict[str, int] = {}
@@ -224,6 +227,7 @@ class Recorder:
     def begin_input(self) -> None:
         """Start another input, with other sequences and a new count of calls outside modules."""
         self._calls_outside_modules, self._last_block = 0, ("", None)
+        self._outside = ModuleCall(module=nn.Module(), name="attention")
         self._tokens.begin_input()
 
     def run(self, model_input: ModelInput) -> Any:
@@ -237,12 +241,11 @@ class Recorder:
 
         A module looks like attention by its class name, or by its explicit matrix products.
         """
-        captured = [name.partition(" (")[0] + "." for name in self.layers]
-
-        def is_covered(name: str) -> bool:
-            return any(x.startswith(name + ".") or name.startswith(x) for x in captured)
-
-        missed = {name: kind for name, kind in self._ran.items() if not is_covered(name)}
+        missed = {
+            name: kind
+            for name, kind in self._ran.items()
+            if not any(is_same_branch(name, layer) for layer in self.layers)
+        }
         missed |= self._explicit
         outer = [x for x in missed if any(other.startswith(x + ".") for other in missed)]
         return {x: kind for x, kind in missed.items() if x in self._explicit or x not in outer}
@@ -256,7 +259,8 @@ class Recorder:
             saw=f"{model}, in which no attention was captured; modules that look like it: "
             f"{similar}",
             needed="attention computed by transformers' attention interface, torch's layers, "
-            "scaled_dot_product_attention or headwise",
+            "scaled_dot_product_attention or headwise, or by two matrix products with a softmax in "
+            "between",
             do="use an AttentionMatrix in the module that multiplies queries and keys itself",
         )
 
@@ -288,7 +292,7 @@ class Recorder:
             module_call.attended += 1
         self._clear_projection_inputs()
         self.layers.setdefault(call.layer, weights.class_name_without_fsdp(call.module))
-        changed = None if self._watch is None else self._watch(call)
+        changed = self._hand_on(call, self._watch)
         if self._on_complete is not None:
             self._pending = CallAwaitingProjection(call, block, computed)
             is_drop_in = isinstance(call.module, MultiheadAttention)
@@ -298,13 +302,18 @@ class Recorder:
                 self.complete_call()
         return computed if changed is None else changed
 
-    def find_owner(self) -> ModuleCall:
-        """Return the innermost running module with parameters, to which products belong."""
+    def find_owner(self) -> ModuleCall | None:
+        """Return the innermost running module with parameters, to which products belong.
+
+        None if a kernel of headwise runs, or code that reads a call.
+        """
+        if self._is_reading or is_kernel_call():
+            return None
         owners = (x for x in reversed(self.stack) if any(True for _ in x.module.parameters()))
         return next(owners, self.stack[0] if self.stack else self._outside)
 
     def note_explicit_attention(self, owner: ModuleCall) -> None:
-        """Note that a module multiplied values by weights that it computed with a softmax."""
+        """Note that a module multiplied values by weights of which no matrix is known."""
         name = owner.name.partition(" (")[0]
         self._explicit[name] = weights.class_name_without_fsdp(owner.module)
 
@@ -337,7 +346,15 @@ class Recorder:
             assert block.state is not None
             width = None if call.out_proj is None else call.out_proj.shape[-1]
             call.residual = block.state if block.state.shape[-1] == width else None
-        self._on_complete(call)
+        self._hand_on(call, self._on_complete)
+
+    def _hand_on(self, call: CapturedCall, read: Watch | OnComplete | None) -> Tensor | None:
+        """Return what a reader of calls returns, whose products are none of the model."""
+        self._is_reading = True
+        try:
+            return None if read is None else read(call)
+        finally:
+            self._is_reading = False
 
     def _clear_projection_inputs(self) -> None:
         for module_call in self.stack:

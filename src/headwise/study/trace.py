@@ -14,13 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.support.private_torch import DispatchMode
-from headwise.support.tensors import iterate_leaves
+from headwise.scanning.tape import Node, Tape
 
 INPUT, PROJECTED, ATTENDED, OUTPUT = range(4)
-
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
-FUSED = "_scaled_dot_product"  # both products of attention in one operation
 
 _TOKENS, _PER_HEAD = ("batch", "length", "embed_dim"), ("batch", "heads", "length", "head_dim")
 # The axes of each stage. "a*b" is one axis that holds a and b.
@@ -59,24 +55,38 @@ class TracedStep:
         """The first result."""
         return self.results[0]
 
-    @property
-    def is_product(self) -> bool:
-        """True if the operation multiplies matrices."""
-        return _is_product(self.operation)
+    is_product: bool  # True if the operation multiplies matrices
 
     @property
     def is_view(self) -> bool:
         """True if the result shares memory with an input: nothing is computed."""
-        return _storage_address(self.result) in {_storage_address(x) for x in self.inputs}
+        address, *inputs = (x.untyped_storage().data_ptr() for x in (self.result, *self.inputs))
+        return address in inputs
 
 
 def trace_operations(
     layer: nn.Module, x: Tensor, forward: Callable[[Tensor], Any]
 ) -> tuple[TracedStep, ...]:
     """Return the operations that depend on ``x``; the parameters of ``layer`` mark projections."""
-    with _Recorder(layer, x) as recorder:
+    with Tape([x]) as tape, tape.follow_modules(layer):
         forward(x)
-    return tuple(recorder.steps)
+    runs: dict[Any, list[Node]] = {}
+    for node in tape.nodes[1:]:
+        if node.is_activation:
+            runs.setdefault(node.place and node.place[:3], []).append(node)
+    stages, steps = {tape.nodes[0]: INPUT}, list[TracedStep]()
+    for first, *others in runs.values():
+        inputs = [each for each in first.parents if each.is_activation]
+        stage = max(stages[each] for each in inputs)
+        if first.is_projection:
+            stage = PROJECTED if stage < ATTENDED else OUTPUT
+        elif first.is_product:
+            stage = max(stage, ATTENDED)
+        results = first, *others
+        stages |= dict.fromkeys(results, stage)
+        given, made = (tuple(each.value for each in nodes) for nodes in (inputs, results))
+        steps.append(TracedStep(first.operation, stage, given, made, first.is_product))
+    return tuple(steps)
 
 
 def head_splits(steps: Sequence[TracedStep], *, head_dim: int) -> tuple[TracedStep, ...]:
@@ -149,41 +159,3 @@ def rearrange_to_common_axes(x: Tensor, axes: Sequence[str], sizes: Mapping[str,
     names = "*".join(axes).replace("embed_dim", "heads*head_dim").split("*")
     order = [names.index(name) for name in ("batch", "length", "heads", "head_dim")]
     return x.reshape([sizes[name] for name in names]).permute(order)
-
-
-class _Recorder(DispatchMode):  # type: ignore[misc]
-    """Records operations. It identifies tensors by memory, and keeps them so none is reused."""
-
-    def __init__(self, layer: nn.Module, x: Tensor) -> None:
-        super().__init__()
-        self.parameters = {_storage_address(p) for p in layer.parameters()}
-        self.stages = {_storage_address(x): INPUT}
-        self.steps: list[TracedStep] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        arguments = [x for x in iterate_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        inputs = tuple(x for x in arguments if _storage_address(x) in self.stages)
-        results = tuple(x for x in iterate_leaves(out) if isinstance(x, Tensor))
-        if inputs and results:
-            operation = func.overloadpacket.__name__
-            stage = max(self.stages[_storage_address(x)] for x in inputs)
-            if _is_product(operation):
-                if any(_storage_address(x) in self.parameters for x in arguments):
-                    stage = PROJECTED if stage < ATTENDED else OUTPUT
-                else:
-                    stage = max(stage, ATTENDED)
-            for result in results:
-                self.stages[_storage_address(result)] = stage
-            self.steps.append(TracedStep(operation, stage, inputs, results))
-        return out
-
-
-def _is_product(operation: str) -> bool:
-    return operation in PRODUCTS or operation.startswith(FUSED)
-
-
-def _storage_address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()

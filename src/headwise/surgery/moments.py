@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.checkpoints.places import is_same_branch
 from headwise.errors import OptionError
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.importance import record_sums
@@ -29,8 +30,7 @@ class InputProducts:
 
 def match_name(heads: ModelHeads, label: str) -> str | None:
     """Return the name in a cut of an attention that was recorded under a label, None for none."""
-    path = label.partition(" (")[0] + "."
-    fits = [name for name in heads.specs if path.startswith(name) or name.startswith(path)]
+    fits = [name for name in heads.specs if is_same_branch(name, label)]
     return max(fits, key=len, default=None)
 
 
@@ -86,11 +86,8 @@ def _projections(heads: ModelHeads, name: str) -> tuple[nn.Module, nn.Module]:
     """Return the modules that project the queries and the keys of an attention."""
     if name in heads.layers:
         return heads.layers[name].q_proj, heads.layers[name].k_proj
-    place = heads.places[name]
-    held = {full: place.layout.patterns[local] for full, local in place.module.tensors.items()}
-    paths = [next(full for full, p in held.items() if x in p.tensors) for x in ("wq", "wk")]
-    query, key = (heads.model.get_submodule(path.rpartition(".")[0]) for path in paths)
-    return query, key
+    paths = heads.places[name].projections
+    return heads.model.get_submodule(paths["q"]), heads.model.get_submodule(paths["k"])
 
 
 def record_moments(

@@ -93,7 +93,9 @@ def allowed_difference(forced: ForcedStage) -> Tensor:
     call, is_bare = forced.call, not forced.call.stages and not forced.model.replaced
     if is_bare and call.dtype != torch.float64:
         exact = forced.result
+        # Exact outputs may part by FORWARD errors of plain torch. A run in the dtype has one more.
         allowed = allow_output(forced.model, call, forced.stage, call.dtype)
+        allowed = (1 + 1 / rounding.FORWARD) * allowed
         near = _move_positions(forced.model, r.u)
         if near is not forced.model:  # angles and biases grow with positions, and so their rounding
             change = near.predict_stage(forced.stage, call) - exact

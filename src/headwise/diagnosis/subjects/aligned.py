@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
-from headwise.diagnosis.subjects.sites import Site
-from headwise.diagnosis.subjects.tape import Node
+from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.rounding import default_tolerance
+from headwise.scanning.sites import Site
+from headwise.scanning.tape import Node
+from headwise.scanning.torch_calls import HIDDEN
 
 TOLERANCE = default_tolerance(torch.float32)  # of a model that rotates and normalises in float32
-HIDDEN = -1e4  # the largest number that stands for -inf in a mask, as in the first BERT
 
 
 def arrange(x: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
@@ -78,24 +78,6 @@ def read_inputs(site: Site, known: RecordedCall) -> RecordedCall | None:
     return RecordedCall(replace(known.inputs, x=x, source=source), {}, torch.float32)
 
 
-def read_known_call(site: Site, model: AttentionModel) -> RecordedCall | None:
-    """Return the call of an attention that is known, with the mask that its weights show.
-
-    None where its input is not (batch, tokens, width).
-    """
-    inputs = [nodes[0].value for role in "qk" if (nodes := site.sources[role])]
-    widths = [model.weights[f"w{role}"].shape[2] for role in "qk"]
-    if [x.shape[-1] for x in inputs if x.dim() == 3] != widths:
-        return None
-    x, source = inputs[0], inputs[1] if site.is_cross else None
-    call = RecordedCall(Inputs(x, source), {}, torch.float32)
-    weights = Reading(site, model, call).read_weights()
-    if weights is None:
-        return None
-    inputs_with_mask = replace(call.inputs, mask=weights > 0)
-    return Reading(site, model, replace(call, inputs=inputs_with_mask)).read_all()
-
-
 @dataclass(eq=False)
 class Reading:
     """Reading of one attention of a tape beside a known one.
@@ -143,15 +125,6 @@ class Reading:
         self._with({"weights": weights})
         forced = {"head outputs": self.model.predict_stage("head outputs", self.call)}
         return self._with(self._read_late({**expected, **forced}))
-
-    def read_all(self) -> RecordedCall:
-        """Return the call with all its stages."""
-        expected = self.model.predict_all_stages(self.call)
-        self._read_role("v", expected)
-        self._read_queries_and_keys()
-        self._read_scores()
-        weights = self.read_weights(expected["weights"])
-        return self._with({"weights": weights, **self._read_late(expected)})
 
     def _read_late(self, expected: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Return what enters the output projection, and what leaves it."""

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from headwise.checkpoints.config import window_sides
-from headwise.checkpoints.places import Place, find_model_places
+from headwise.checkpoints.places import Place, find_model_places, is_same_branch
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import HeadwiseError, OptionError
-from headwise.function.rounding import default_tolerance
+from headwise.function.rounding import is_near
 from headwise.function.spec import AttentionSpec, Sides
 from headwise.function.stages import mix_values
 from headwise.layers import checks, conversion, distance
@@ -140,7 +140,7 @@ def record_steps(
     recorded: list[dict[str, Tensor]] = []
 
     def read(call: CapturedCall) -> None:  # at once: a cache may change in place
-        stages = read_cached_call(call, sum(inputs.steps[: len(recorded)]))
+        stages = read_captured_call(call, sum(inputs.steps[: len(recorded)]))
         # A layer may multiply its queries by the scale, and these are no stage of their own.
         if data is not None and call.matrix.scale == 1 != data.settings.factor:
             del stages["q after rotary"]
@@ -160,22 +160,22 @@ def record_steps(
     return calls
 
 
-def read_cached_call(call: CapturedCall, past: int) -> dict[str, Tensor]:
-    """Return the stages of a call after ``past`` tokens; keys that a cache dropped have no weight.
+def read_captured_call(call: CapturedCall, past: int | None) -> dict[str, Tensor]:
+    """Return the stages of a call after ``past`` tokens of a cache; None for one without a cache.
 
-    A cache may also have room behind its last key.
+    Keys that a cache dropped have no weight. A cache may also have room behind its last key.
     """
     queries, keys = call.matrix.shape[2:]
-    missing = past + queries - keys
-    start = past if missing <= 0 else keys - queries
-    new, weights = slice(start, start + queries), call.matrix.dense()
-    weights = weights[..., : past + queries] if missing < 0 else pad(weights, (missing, 0))
+    new, missing = slice(None), 0
+    if past is not None:
+        start, missing = min(past, keys - queries), past + queries - keys
+        new = slice(start, start + queries)
     stages = {"q after rotary": call.matrix.q, "k after rotary": call.matrix.k[:, :, new]}
     mixed = call.outputs if call.mixed is None else call.mixed
-    if call.values is not None and mixed is not None:
-        apart = (call.matrix @ call.values - mixed).norm() / mixed.norm()
-        # Where head outputs are not those of the operands, the weights are not known.
-        stages |= {"weights": weights} if apart <= default_tolerance(torch.float32) else {}
+    # Where head outputs are not those of the operands, the weights are not known.
+    if call.values is None or mixed is None or is_near(call.matrix @ call.values, mixed):
+        weights = call.matrix.dense()
+        stages["weights"] = weights[..., :missing] if missing < 0 else pad(weights, (missing, 0))
     if call.values is not None:
         stages["v"] = call.values[:, :, new]
     if call.outputs is not None:
@@ -264,9 +264,9 @@ class ModuleData:
     projections: Mapping[str, str]
     window: Sides | None = None  # by the config; None for none
 
-    def covers_module(self, name: str) -> bool:
-        """True if a module's name is that of this one, or of a part of it."""
-        return f"{name}.".startswith(self.prefix) or self.prefix.startswith(f"{name}.")
+    def matches(self, label: str) -> bool:
+        """True if a name is that of this module, of a part of it, or of what it is a part of."""
+        return is_same_branch(self.prefix, label)
 
 
 def read_attention_modules(model: nn.Module) -> list[ModuleData]:
@@ -299,13 +299,7 @@ def _read_place(place: Place, state: Mapping[str, Tensor]) -> ModuleData:
     data = None
     with suppress(HeadwiseError):
         data = NativeSubject(place.layer(state, window=None)).model
-    owners = {
-        role: full.rpartition(".")[0]
-        for full, local in place.module.tensors.items()
-        for role in "qkvo"
-        if f"w{role}" in place.layout.patterns[local].tensors
-    }
     window = None
     with suppress(HeadwiseError):
         window = window_sides(place.config, place.module.layer)
-    return ModuleData(place.name, data, owners, window)
+    return ModuleData(place.name, data, place.projections, window)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
-from headwise.diagnosis.subjects.sites import Site
 from headwise.diagnosis.subjects.subject import FAILURES, describe_error
-from headwise.diagnosis.subjects.tape import MOVES, Node, Place, run_with
 from headwise.errors import OptionError
-from headwise.function.rounding import default_tolerance
+from headwise.function.rounding import is_near
+from headwise.scanning.sites import Site
+from headwise.scanning.tape import MOVES, Node, Place, run_with
 from headwise.support.tensors import map_leaves
 
 OUTSIDE: Place = ("", "", 0, 0)  # of a tensor that no operator computed
@@ -110,7 +110,4 @@ def _place_of(node: Node) -> Place:
 
 def _is_same(value: Tensor, x: Tensor) -> bool:
     """True for the numbers of x; another kernel before them may round the last of their digits."""
-    if value.numel() != x.numel():
-        return False
-    value, x = value.double().reshape(x.shape), x.double()
-    return bool((value - x).norm() <= x.norm() * default_tolerance(torch.float32))
+    return value.numel() == x.numel() and is_near(value.reshape(x.shape), x)

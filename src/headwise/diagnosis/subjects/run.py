@@ -12,25 +12,30 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.outputs.runs import CLOSE, Runs
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
-from headwise.diagnosis.subjects.aligned import Reading, read_inputs, read_known_call
-from headwise.diagnosis.subjects.layers import ModuleData, read_attention_modules
+from headwise.diagnosis.subjects.aligned import Reading, read_inputs
+from headwise.diagnosis.subjects.layers import (
+    ModuleData,
+    read_attention_modules,
+    read_captured_call,
+)
 from headwise.diagnosis.subjects.placed import PlacedAttention
-from headwise.diagnosis.subjects.sites import Site, find_sites
 from headwise.diagnosis.subjects.subject import (
     FAILURES,
     describe_error,
     describe_run_as_given,
     read_dropout,
 )
-from headwise.diagnosis.subjects.tape import record_tape
 from headwise.errors import HeadwiseError, OptionError
-from headwise.function.rounding import Roundoff, coarsest, default_tolerance
+from headwise.function.rounding import Roundoff, coarsest, is_near, relative_difference_norm
 from headwise.function.spec import Sides
 from headwise.identify.comparison import SEED
 from headwise.layers.hooks import ModuleRun, record_modules
 from headwise.layouts._layout import require_unquantised
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention
+from headwise.scanning.sites import Site, find_sites
+from headwise.scanning.tape import record_tape
+from headwise.support.quantised import require_unquantised
 from headwise.support.tensors import map_leaves
 from headwise.support.text import list_some
 
@@ -72,22 +77,6 @@ class ModelRun:
     output_roundings: Mapping[str, float] = field(default_factory=dict)  # by name
 
 
-def relative_difference_norm(first: Tensor, second: Tensor) -> float:
-    """Return the norm of a difference by the norm of the second; infinity for other shapes.
-
-    Two NaNs are equal, and so are two infinities; one beside a number makes the gap infinite.
-    """
-    if first.shape != second.shape:
-        return torch.inf
-    first, second = first.double(), second.double()
-    equal = (first == second) | (first.isnan() & second.isnan())
-    apart = (first - second).masked_fill(equal, 0.0)
-    if not apart.isfinite().all():
-        return torch.inf
-    size = second.masked_fill(~second.isfinite(), 0.0).norm()
-    return float(apart.norm() / size.clamp_min(torch.finfo(torch.float64).tiny))
-
-
 def _list_gaps(first: Tensors, second: Tensors) -> dict[str, float]:
     return {n: relative_difference_norm(x, second[n]) for n, x in first.items() if n in second}
 
@@ -122,9 +111,11 @@ def run_models(
     """
     runs: list[ModelRun | None] = [None, None]
     for number, model in enumerate((a, b)):
-        if any(x.model for x in read_attention_modules(model)):
+        if known := [x for x in read_attention_modules(model) if x.model]:
             with suppress(OptionError):  # of one whose modules hold weights, and do not attend
-                runs[number] = run_model(model, inputs, vocabulary=vocabulary)
+                run = run_model(model, inputs, vocabulary=vocabulary)
+                is_read = any(x.matches(layer.name) for x in known for layer in run.layers)
+                runs[number] = run if is_read else None
     first, second = runs
     if first is None and second is not None:
         first = run_beside(second, a, inputs, vocabulary=vocabulary)
@@ -214,7 +205,7 @@ def _run_twice(
         replace(
             layer,
             stored=stored,
-            input_rounding=_measure_input_rounding(narrow.call.inputs, layer.call.inputs),
+            input_rounding=measure_input_gap(narrow.call.inputs, layer.call.inputs),
             roundings=_list_gaps(narrow.call.stages, layer.call.stages),
         )
         for layer, narrow in zip(wide, single or wide, strict=True)
@@ -222,11 +213,12 @@ def _run_twice(
     return ModelRun(kind, layers, wide_output, described, roundings)
 
 
-def _measure_input_rounding(narrow: Inputs, wide: Inputs) -> float:
-    rounding = relative_difference_norm(narrow.x, wide.x)
-    if narrow.source is None or wide.source is None:
-        return rounding
-    return max(rounding, relative_difference_norm(narrow.source, wide.source))
+def measure_input_gap(first: Inputs, second: Inputs) -> float:
+    """Return the relative difference of what queries come from, or keys, if that is larger."""
+    gap = relative_difference_norm(first.x, second.x)
+    if first.source is None or second.source is None:
+        return gap
+    return max(gap, relative_difference_norm(first.source, second.source))
 
 
 def _run_in_dtype(
@@ -282,11 +274,9 @@ def _require_repeatable(
 
 @torch.no_grad()
 def record_layers(
-    model: nn.Module, arguments: Arguments, *, by_products: bool = True
+    model: nn.Module, arguments: Arguments
 ) -> tuple[list[LayerRun], dict[str, Tensor]]:
     """Run a model in eval mode; return its attentions and its outputs by name.
-
-    ``by_products`` also finds those that compute products of their own.
 
     Raises:
         OptionError: no attention was captured.
@@ -299,16 +289,6 @@ def record_layers(
     with record_modules(map(model.get_submodule, names)) as passes, recording as recorder:
         recorder.begin_input()
         output = model(*arguments[0], **arguments[1])
-    captured = [named_call.layer.partition(" (")[0] for named_call in calls]
-    is_missed = [
-        data.model is not None and not any(map(data.covers_module, captured)) for data in modules
-    ]
-    if (
-        by_products
-        and any(is_missed)
-        and (taped := _record_layers_on_tape(model, arguments, modules))
-    ):
-        return taped
     recorder.require_any_captured(type(model).__name__)
     # transformers computes rotations and norms in float32, whatever the dtype of the model is.
     is_single = hasattr(model, "config")
@@ -320,7 +300,7 @@ def record_layers(
     for call in calls:
         before = runs.setdefault(call.module, [])
         place = named.get(call.module, call.layer)  # without the number of a run
-        data = next((each for each in modules if each.covers_module(place)), None)
+        data = next((each for each in modules if each.matches(place)), None)
         projections = {} if data is None else data.projections
         parts = {role: model.get_submodule(name) for role, name in projections.items()}
         turns = {role: _read_turn(x, passes[x][len(before) :]) for role, x in parts.items()}
@@ -343,32 +323,6 @@ def _make_runs_on_tape(
     if len(sites) != count or call.earlier:
         return None
     return PlacedAttention(model, arguments, sites[turn], call.inputs).make_runs(call)
-
-
-@torch.no_grad()
-def _record_layers_on_tape(
-    model: nn.Module, arguments: Arguments, modules: Sequence[ModuleData]
-) -> tuple[list[LayerRun], dict[str, Tensor]] | None:
-    """Run a model that computes attention by products of its own; None if one is not read."""
-    tape, output = record_tape(model, *arguments)
-    layers = []
-    for site in find_sites(tape.nodes):
-        around = [x for x in modules if x.covers_module(site.module)]
-        data = around[0] if len(around) == 1 else None
-        if (
-            data is None
-            or data.model is None
-            or (call := read_known_call(site, data.model)) is None
-        ):
-            return None
-        window, mask = None if site.is_cross else data.window, call.inputs.mask
-        placed = PlacedAttention(model, arguments, site, call.inputs)
-        if mask is not None and torch.equal(mask, mask[:, :1].expand_as(mask)):
-            call = replace(call, inputs=replace(call.inputs, mask=mask[:, :1]))
-        layers.append(
-            LayerRun(site.module, call, data.model, window=window, make_runs=placed.make_runs)
-        )
-    return layers, list_output_tensors(output)
 
 
 @torch.no_grad()
@@ -544,7 +498,6 @@ def _make_layer_run(
         mask = mask & (part > -torch.inf)
     x = torch.zeros(batch, queries, 0, dtype=torch.float64) if x is None else x
     stages = _read_stages(call, data, turns, past)
-    stages = {name: stage.double() for name, stage in stages.items()}
     recorded = RecordedCall(Inputs(x, source, mask=mask), stages, dtype, earlier)
     if data is None:
         return LayerRun(call.layer, recorded)
@@ -556,39 +509,38 @@ def _read_stages(
 ) -> dict[str, Tensor]:
     """Return what entered the attention and left it, without the keys of earlier calls."""
     matrix, o = call.matrix, turns.get("o", _Turn())
-    stages = {"q after rotary": matrix.q, "k after rotary": matrix.k[:, :, past:]}
-    mixed = call.outputs if call.mixed is None else call.mixed
-    # Where head outputs are not those of the operands, the weights are not known.
-    if call.values is None or mixed is None or _is_rounding(matrix @ call.values, mixed):
-        stages["weights"] = matrix.dense()
-    if call.values is not None:
-        stages["v"] = call.values[:, :, past:]
-    if call.outputs is not None:
-        stages["head outputs"] = call.outputs
+    stages = read_captured_call(call, past or None)
     if data is not None and len({*data.projections.values()}) == len(data.projections):
         for role, operand in (("q", matrix.q), ("k", matrix.k)):
             heads, head_dim = operand.shape[1], matrix.q.shape[3]
             stages |= _split_by_head(role, turns.get(role, _Turn()).output, heads, head_dim)
     if data is not None and data.model is not None:
         settings = data.model.settings
+        for name in {"k after rotary", "v"} & stages.keys():
+            stages[name] = _merge_copies(stages[name], int(settings.num_kv_heads))
         if "q" not in stages and settings.rotation is None and settings.norm is None:
             stages |= {role: stages[f"{role} after rotary"] for role in "qk"}
-        elif "q" in stages and matrix.scale == 1:  # a layer may multiply its projection by it
-            is_scaled = _is_rounding(stages["q"] * settings.factor, matrix.q)
-            stages["q after rotary"] = stages["q"] if is_scaled else matrix.q
+        elif (  # a layer may multiply its projection by the scale
+            "q" in stages and matrix.scale == 1 and is_near(stages["q"] * settings.factor, matrix.q)
+        ):
+            stages["q after rotary"] = stages["q"]
     if o.output is not None and o.output.shape[:-1] == matrix.shape[:3:2]:
-        stages["output"] = o.output
+        stages["output"] = o.output.double()
     if o.source is None and call.outputs is not None:
         stages |= _split_by_head("head outputs", o.input, *call.outputs.shape[1::2])
     return stages
+
+
+def _merge_copies(x: Tensor, kv_heads: int) -> Tensor:
+    """Return one head of each group of equal ones; all heads where groups are not equal."""
+    if x.shape[1] <= kv_heads or x.shape[1] % kv_heads:
+        return x
+    groups = x.unflatten(1, (kv_heads, -1))
+    return groups[:, :, 0] if torch.equal(groups, groups[:, :, :1].expand_as(groups)) else x
 
 
 def _split_by_head(stage: str, rows: Tensor | None, heads: int, channels: int) -> dict[str, Tensor]:
     """Return a stage by head; nothing where a projection did not run, or has other rows."""
     if rows is None or rows.dim() != 3 or rows.shape[2] != heads * channels:
         return {}
-    return {stage: rows.unflatten(2, (heads, channels)).transpose(1, 2)}
-
-
-def _is_rounding(first: Tensor, second: Tensor) -> bool:
-    return relative_difference_norm(first, second) <= default_tolerance(torch.float32)
+    return {stage: rows.double().unflatten(2, (heads, channels)).transpose(1, 2)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headwise.diagnosis.outputs.runs import CLOSE, Runs
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.errors import OptionError
-from headwise.function.rounding import default_tolerance
+from headwise.function.rounding import default_tolerance, is_near
 from headwise.layouts._layout import require_unquantised
 from headwise.layouts.equality import PARTS
 from headwise.support.tracing import evaluation_mode
@@ -209,10 +209,10 @@ class ModuleSubject(Subject):
 
     def _do_copies_agree(self, inputs: Inputs) -> bool:
         with evaluation_mode(self.given):
-            given = self.run_module(self.given, inputs)
+            given = self.run_module(self.given, inputs).nan_to_num()
         with suppress(*FAILURES):
             same, single, wide = (
-                self.run_module(copied, inputs)
+                self.run_module(copied, inputs).nan_to_num()
                 for copied in (self.module, copy.deepcopy(self.module).float(), self.float64_layer)
             )
             are_same = is_near(same, given, default_tolerance(self.dtype))
@@ -229,14 +229,6 @@ class ModuleSubject(Subject):
         # Gradients have the shapes of the weights, and are read in the same layout.
         model = type(self)(module).model
         return gradients | ({} if model is None else dict(model.weights))
-
-
-def is_near(first: Tensor, second: Tensor, tolerance: float) -> bool:
-    """True if two tensors have one shape and differ by a share of their norm at most."""
-    if first.shape != second.shape:
-        return False
-    first, second = first.double().nan_to_num(), second.double().nan_to_num()
-    return bool((first - second).norm() <= tolerance * second.norm())
 
 
 def list_calls(

@@ -160,7 +160,7 @@ class TransformersSubject(ModuleSubject):
         """Return the stages that can be reached, computed in float64; at least the output."""
         alone, stages = _OneModuleModel(self.float64_layer), dict[str, Tensor]()
         with suppress(OptionError):  # of a module in which no attention is seen
-            layers, _ = record_layers(alone, ((inputs, torch.float64), {}), by_products=False)
+            layers, _ = record_layers(alone, ((inputs, torch.float64), {}))
             stages = dict(layers[0].call.stages) if len(layers) == 1 else {}
         stages["output"] = self._run(inputs, torch.float64)
         return RecordedCall(inputs, stages, torch.float32)

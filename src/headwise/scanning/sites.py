@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from headwise.diagnosis.subjects.tape import ADDITIONS, MOVES, SCALINGS, SOFTMAXES, Node
+from headwise.scanning.tape import ADDITIONS, MOVES, SCALINGS, SOFTMAXES, Node
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ PRODUCTS = {
     "aten.addmm.default": 1,
     "aten.baddbmm.default": 1,
 }
+FUSED = "aten._scaled_dot_product"  # begins the operators that are both products of an attention
 VIEWS = {"aten.view.default", "aten._unsafe_view.default", "aten._reshape_alias.default"}
 # These move numbers, and compute none.
 MOVES = VIEWS | {
@@ -65,6 +66,11 @@ class Node:
     def is_half(self) -> bool:
         """True for a tensor in half precision, in a run in a wider one."""
         return self.value.dtype in (torch.float16, torch.bfloat16)
+
+    @property
+    def operation(self) -> str:
+        """The name of its operator in torch, without the overload."""
+        return self.operator.split(".")[1]
 
     @property
     def is_product(self) -> bool:
@@ -150,8 +156,8 @@ class Tape(_Counting):
         result = func(*args, **kwargs)
         factors: tuple[Node, ...] = ()
         operator = str(func)
-        if operator in PRODUCTS:
-            place = PRODUCTS[operator]
+        place = PRODUCTS.get(operator, 0 if operator.startswith(FUSED) else None)
+        if place is not None:
             factors = tuple(self._find(x) for x in args[place : place + 2])
         changed = [other for x in written for other in self._of_storage.get(_storage(x), ())]
         for x in changed:
