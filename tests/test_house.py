@@ -390,7 +390,7 @@ def test_one_class_has_the_settings_of_an_attention() -> None:
 
 def test_one_list_has_the_stages() -> None:
     """Other modules name single stages, or map them; none lists them again."""
-    stages = {*import_module("headwise.function.stages").STAGES}
+    stages = {*import_module("headwise.function.records").STAGES}
     lists = {
         name_of(path)
         for path in SOURCES
@@ -399,8 +399,6 @@ def test_one_list_has_the_stages() -> None:
         and len(stages & {each.value for each in node.elts if isinstance(each, ast.Constant)}) > 7
     }
     assert lists <= {ARITHMETIC}
-    order = import_module("headwise.diagnosis.simulation.model").USUAL
-    assert tuple(order) == import_module("headwise.function.stages").STAGES
 
 
 # ---- one allowance -------------------------------------------------------------------------------

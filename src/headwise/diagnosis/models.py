@@ -28,8 +28,8 @@ from headwise.diagnosis.simulation.model import (
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, relative_difference_norm
 from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
 from headwise.errors import OptionError, ShapeError
+from headwise.function.records import STAGES
 from headwise.function.rounding import BACKWARD, exceeds_rounding
-from headwise.function.stages import STAGES
 from headwise.identify import catalogue
 from headwise.identify.comparison import (
     SEED,

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis import watch
-from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence
+from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.pairs import find_best_pair
 from headwise.diagnosis.patterns import describe_calls, describe_matrix, describe_positions
-from headwise.diagnosis.repairs.lines import ON_WEIGHTS, Code, Repair, write_repair, write_weights
+from headwise.diagnosis.repairs.lines import Repair, write_repair, write_weights
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.diagnosis.trials import NamedCause, find_best_single_cause
+from headwise.function.lines import ON_WEIGHTS, Code
+from headwise.function.records import STAGE_OF, STAGES
 from headwise.function.rounding import is_coarser
-from headwise.function.stages import STAGES
 from headwise.identify.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, Cause
 from headwise.identify.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.identify.results import Verdict
@@ -212,7 +213,8 @@ class ExplainedCalls:
             ]
         scores = (self.model.predict_stage("scores", call) for call in calls)
         code = Code(
-            self.model,
+            self.model.settings,
+            self.model.weights,
             self.language,
             takes_mask=any(call.inputs.mask is not None for call in calls),
             crosses=any(call.inputs.source is not None for call in calls),

@@ -22,7 +22,6 @@ no value vector. These functions allocate queries x keys; kernels may not.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TypedDict, Unpack
 
 import torch
@@ -49,23 +48,6 @@ class AttentionOptions(ScoreOptions, total=False):
     """Options of an attention matrix besides q and k."""
 
     sink: Tensor | None
-
-
-# The name of each stage -> the stages that it is computed from, in order.
-BEFORE: Mapping[str, tuple[str, ...]] = {
-    "q": (),
-    "k": (),
-    "v": (),
-    "q after norm": ("q",),
-    "k after norm": ("k",),
-    "q after rotary": ("q after norm",),
-    "k after rotary": ("k after norm",),
-    "scores": ("q after rotary", "k after rotary"),
-    "weights": ("scores",),
-    "head outputs": ("weights", "v"),
-    "output": ("head outputs",),
-}
-STAGES = tuple(BEFORE)
 
 
 def project_heads(

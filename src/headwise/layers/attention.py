@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.function.gate import gate_width
+from headwise.function.records import STAGES
 from headwise.function.rotary import Rotary
 from headwise.function.spec import AttentionSpec, GateKind, require_conflicts_accepted
-from headwise.function.stages import STAGES, scores, split_heads
+from headwise.function.stages import scores, split_heads
 from headwise.layers import checks, conversion, hooks, packing
 from headwise.layers.cache import Cache
 from headwise.layers.distance import PositionBias

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
 
-from headwise.function.stages import STAGES
+from headwise.function.records import STAGES
 from headwise.identify.catalogue import Page
 from headwise.identify.comparison import (
     FunctionComparison,

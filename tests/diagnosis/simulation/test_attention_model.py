@@ -13,8 +13,8 @@ from benchmarks.faults.geometry import Geometry
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.search import search_causes
 from headwise.diagnosis.simulation.gaps import measure_gaps
+from headwise.function.records import STAGES
 from headwise.function.scaling import YarnScaling
-from headwise.function.stages import STAGES
 from headwise.identify.catalogue import CAUSES
 
 

@@ -18,8 +18,8 @@ from headwise.diagnosis.simulation.model import (
     has_masks_of_heads,
 )
 from headwise.function.distance import slopes_of
+from headwise.function.records import STAGES
 from headwise.function.rotary import count_channels
-from headwise.function.stages import BEFORE
 from headwise.identify.catalogue import KV_HEADS_TILED, ROTATED, SCORES
 from headwise.layers.distance import alibi_slopes
 
@@ -137,7 +137,7 @@ def _positions_in_batch(forced: ForcedStage) -> Tensor:
 def _exchange_batch_and_sequence(forced: ForcedStage, positions: Tensor | None) -> ForcedStage:
     """Return the stage with what it is made of along the batch; the caller's mask does not fit."""
     call = forced.call
-    stages = {name: forced[name] for name in BEFORE[forced.stage]}
+    stages = {name: forced[name] for name in STAGES[forced.stage].before}
     stages = {n: x if n == "weights" else x.transpose(0, 2) for n, x in stages.items()}
     inputs = replace(
         call.inputs,

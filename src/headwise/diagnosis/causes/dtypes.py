@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
-from headwise.diagnosis.simulation.model import (
-    ForcedStage,
-    RecordedCall,
-    key_query_distances,
-    scale_products,
-)
+from headwise.diagnosis.simulation.model import ForcedStage, RecordedCall, key_query_distances
 from headwise.function.distance import slopes_of
-from headwise.function.stages import BEFORE
+from headwise.function.records import STAGES, scale_products
 from headwise.identify.catalogue import SCORES
 from headwise.identify.moves.move import format_dtype
 
@@ -96,13 +91,15 @@ def _compute_from_rounded(dtype: torch.dtype, parts: Sequence[str], forced: Forc
 
     def round_stages(call: RecordedCall) -> RecordedCall:
         whole = ForcedStage(forced.model, call, forced.stage)
-        stages = {name: rounded(whole[name]) for name in parts if name in BEFORE[forced.stage]}
+        stages = {
+            name: rounded(whole[name]) for name in parts if name in STAGES[forced.stage].before
+        }
         return call.with_stages({**call.stages, **stages})
 
     near = replace(forced, call=forced.call.change(round_stages))
     result = near.usual_result()
     if "products" not in parts or near.settings.cap is not None:
         return result
-    scaled, factor = scale_products(near), near.settings.factor
+    scaled, factor = scale_products(near.given), near.settings.factor
     products = rounded(scaled / factor) * factor
     return result + (rounded(products) if "scores" in parts else products) - scaled

@@ -19,8 +19,8 @@ from torch import Tensor
 from headwise.diagnosis.outputs.names import find_output_moves, list_unread_moves
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
+from headwise.function.records import STAGE_OF, STAGES
 from headwise.function.rounding import default_tolerance
-from headwise.function.stages import STAGES
 from headwise.function.weights import State
 from headwise.identify.catalogue import Cause
 from headwise.identify.moves.find import HeadsAndOutput, find_moves
@@ -34,7 +34,6 @@ from headwise.identify.moves.maps import (
 from headwise.identify.moves.move import Move, find_factor_formula
 
 NEAR = 0.1  # of a fitted number, by which rounding may move it
-STAGE_OF = {"q": "q", "k": "k", "v": "v", "o": "output"}
 
 
 @dataclass(frozen=True, eq=False)

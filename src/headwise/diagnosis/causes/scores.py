@@ -16,9 +16,10 @@ from headwise.diagnosis.causes.decoding import change_later_calls
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
 from headwise.diagnosis.causes.parts import fit_by_head
 from headwise.diagnosis.outputs.solving import solve, with_constant
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, scale_products
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.errors import OptionError
 from headwise.function.distance import slopes_of
+from headwise.function.records import scale_products
 from headwise.function.spec import Softcap
 from headwise.identify.catalogue import SCORES, WEIGHTS
 from headwise.identify.moves.move import find_factor_formula, format_dtype, list_formulas
@@ -154,7 +155,9 @@ def _cap(form: Callable[[Tensor, float], Tensor], forced: ForcedStage) -> Tensor
     cap, bare = forced.settings.cap, forced.model.with_settings(softcap=None)
     if cap is None:  # another change left it out
         return forced.usual_result()
-    change = form(scale_products(replace(forced, model=bare)), cap) - scale_products(forced)
+    change = form(scale_products(replace(forced, model=bare).given), cap) - scale_products(
+        forced.given
+    )
     return forced.usual_result() + change
 
 

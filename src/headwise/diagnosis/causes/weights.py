@@ -9,9 +9,10 @@ from itertools import permutations, product
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence, Variant, Variants, flatten_tokens
+from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants, flatten_tokens
 from headwise.diagnosis.simulation import gaps, merging
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.function.records import STAGE_OF
 from headwise.function.weights import State
 from headwise.identify import catalogue
 from headwise.identify.catalogue import Cause

@@ -14,7 +14,8 @@ from torch import Tensor
 from headwise.diagnosis import watch
 from headwise.diagnosis.outputs.runs import Runs, draw_tokens
 from headwise.diagnosis.outputs.solving import Read, solve, with_constant
-from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall, output_gates
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
+from headwise.function.records import output_gates
 from headwise.function.rotary import rotate_by_rule
 from headwise.function.stages import repeat_kv_heads
 
@@ -233,7 +234,7 @@ def _contributions(model: AttentionModel, call: RecordedCall) -> Tensor:
     """Return what each key adds to the output of the last query, (sequences, heads, 2, out_dim)."""
     forced = model.prepare_stage("head outputs", call)
     values = repeat_kv_heads(forced["v"], heads=len(model.weights["wo"]))
-    if (gates := output_gates(forced)) is not None:
+    if (gates := output_gates(forced.given)) is not None:
         values = values * gates[:, :, -1:]
     return torch.einsum("bhkd,hdo->bhko", values, model.weights["wo"])
 
