@@ -130,10 +130,10 @@ class ExplainedCalls:
     @cached_property
     def has_other_rows(self) -> bool:
         """True if queries, values or outputs have another number of channels than the model's."""
-        wq, wo = self.model.weights["wq"], self.model.weights["wo"]
-        heads, value_dim, out_dim = wo.shape
-        rows = dict.fromkeys(QUERIES, wq.shape[0] * wq.shape[1]) | {
-            "head outputs": heads * value_dim
+        sizes = self.model.sizes
+        heads, out_dim = sizes["heads"], sizes["out_dim"]
+        rows = dict.fromkeys(QUERIES, heads * sizes["head_dim"]) | {
+            "head outputs": heads * sizes["value_dim"]
         }
         for call in self.calls:
             for stage, x in call.stages.items():

@@ -60,7 +60,7 @@ def _compare_weights(model: AttentionModel, call: RecordedCall) -> tuple[_Droppe
 
 def count_readable_tokens(model: AttentionModel) -> int:
     """Return the largest number of tokens whose weights an output shows, each one."""
-    heads, _, out_dim = model.weights["wo"].shape
+    heads, out_dim = model.sizes["heads"], model.sizes["out_dim"]
     return (out_dim - 1) // (2 * heads)  # half the channels may be dropped too
 
 

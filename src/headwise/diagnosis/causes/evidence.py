@@ -150,9 +150,8 @@ class Evidence:
 
     def _describe_factor(self, parameters: Mapping[str, Any]) -> dict[str, str]:
         """Return the formula of a factor, and where that of dropout can be; {} for none."""
-        _, head_dim, width = self.model.weights["wq"].shape
-        factor = parameters.get("factor", 1.0)
-        form = find_factor_formula(factor, head_dim=head_dim, width=width)
+        sizes, factor = self.model.sizes, parameters.get("factor", 1.0)
+        form = find_factor_formula(factor, head_dim=sizes["head_dim"], width=sizes["embed_dim"])
         if " - " in form and parameters["roles"] in "vo" and self.shows_outputs_alone:
             form += ", as of dropout, in the weights, v or the outputs of heads"
         return {"form": form} if form else {}
@@ -253,9 +252,9 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
         return
     heads = [call.stages["head outputs"].transpose(1, 2).flatten(0, 1) for call in calls]
     outputs = [call.stages["output"].flatten(0, 1) for call in calls]
-    rows, bias = model.weights, model.weights.get("bo")
+    rows, (weight, bias) = model.weights, model.prepare_stage("output", calls[0]).given.tensors
     shapes = {(*x.shape[1:], *y.shape[1:]) for x, y in zip(heads, outputs, strict=True)}
-    if shapes != {tuple(rows["wo"].shape)}:
+    if shapes != {tuple(weight.shape)}:
         return
     output = torch.cat(outputs)
     tolerance = max(default_tolerance(call.dtype) for call in calls)

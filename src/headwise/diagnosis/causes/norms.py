@@ -172,7 +172,7 @@ def _fit_gain(evidence: Evidence, norm: Norm, *, has_bias: bool) -> tuple[Tensor
     to the values of one token in the output.
     """
     products = list(_products_of_tokens(evidence))
-    width = evidence.model.weights["wv"].shape[2]
+    width = evidence.model.sizes["source_dim"]
     if not products or width > WIDEST:
         return None
     size = (1 + has_bias) * width
@@ -228,9 +228,9 @@ def _products_of_tokens(evidence: Evidence) -> Iterator[tuple[Tensor, Tensor, Te
 
 
 def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Iterator[Variant]:
-    repair, embed_dim = "normalise both outputs or neither", evidence.model.weights["wq"].shape[2]
+    repair, embed_dim = "normalise both outputs or neither", evidence.model.sizes["embed_dim"]
     for has_residual in (False, True):
-        if has_residual and evidence.model.weights["wo"].shape[2] != embed_dim:
+        if has_residual and evidence.model.sizes["out_dim"] != embed_dim:
             continue
         words = f"{kind} of the output{' and the residual' if has_residual else ''}"
         output = partial(_add_residual, 1.0) if has_residual else ForcedStage.usual_result
@@ -276,7 +276,7 @@ def _add_residual(factor: float, forced: ForcedStage) -> Tensor:
 
 
 def _residual_inside(evidence: Evidence) -> Variants:
-    if evidence.model.weights["wo"].shape[2] == evidence.model.weights["wq"].shape[2]:
+    if evidence.model.sizes["out_dim"] == evidence.model.sizes["embed_dim"]:
 
         def make(factor: float) -> Variant:
             model = evidence.replace_stages(OUTPUT, _add_residual, factor)

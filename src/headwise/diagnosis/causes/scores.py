@@ -31,8 +31,8 @@ LARGE = 1e30  # a number that hides a key when it is taken off its score
 
 
 def _scale(evidence: Evidence) -> Variants:
-    right, wq = evidence.model.settings.factor, evidence.model.weights["wq"]
-    _, head_dim, width = wq.shape
+    right, sizes = evidence.model.settings.factor, evidence.model.sizes
+    head_dim, width = sizes["head_dim"], sizes["embed_dim"]
 
     def make(scale: float) -> Variant:
         model = evidence.model.with_settings(scale=scale)
@@ -322,7 +322,7 @@ def _sinks(evidence: Evidence) -> Variants:
         yield Variant(zero, {"sinks": 0.0}, "leave out the key of zeros", is_step=True)
     stated = _infer_sink_logits(evidence)
     if evidence.shows_outputs_alone:
-        heads = evidence.model.weights["wq"].shape[0]
+        heads = evidence.model.sizes["heads"]
         start = torch.zeros(heads) if sink is None else sink
         stated = fit_by_head(evidence, lambda x: evidence.model.with_weights(sink=x), start)
     if stated is not None and bool((stated < MOST_LOGIT).all()):

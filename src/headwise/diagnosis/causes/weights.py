@@ -334,8 +334,8 @@ def _norm_of_stored_rounding(evidence: Evidence, x: Tensor, matrix: Tensor) -> T
 
 
 def _output_projection_missing(evidence: Evidence) -> Variants:
-    heads, value_dim, out_dim = evidence.model.weights["wo"].shape
-    if heads * value_dim == out_dim:
+    sizes = evidence.model.sizes
+    if sizes["heads"] * sizes["value_dim"] == sizes["out_dim"]:
         model = evidence.replace_stages(
             ("output",), lambda forced: forced["head outputs"].transpose(1, 2).flatten(2)
         )

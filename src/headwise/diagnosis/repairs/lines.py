@@ -19,6 +19,7 @@ from headwise.function import lines as written
 from headwise.function.lines import Code, LinePlace
 from headwise.function.records import STAGES
 from headwise.function.spec import AttentionSpec, RotaryRule
+from headwise.function.weights import sizes_of
 from headwise.identify import catalogue
 from headwise.identify.catalogue import Cause
 from headwise.identify.moves.move import find_factor_formula
@@ -41,12 +42,12 @@ def _write_pairs(right: AttentionModel, wrong: AttentionModel) -> tuple[str, ...
     which of them is wrong. The line on rows is right in both cases.
     """
     rule, other = right.settings.rotation, wrong.settings.rotation
-    head_dim, changes = right.weights["wq"].shape[1], {}
+    head_dim, changes = right.sizes["head_dim"], {}
     if rule is None or other is None or rule.width != other.width:
         return ()
     places, taken = (_channels_in_pairs(each, head_dim) for each in (rule, other))
     index = [taken[places.index(channel)] for channel in range(head_dim)]
-    for name in {"wq", "wk", "bq", "bk"} & right.weights.keys():
+    for name in {*STAGES["q"].tensors, *STAGES["k"].tensors} & right.weights.keys():
         changes[name] = right.weights[name][:, index]
     lines = write_weight_lines(right.with_weights(**changes).weights, right.weights)
     shown = "2i and 2i + 1"
@@ -56,8 +57,8 @@ def _write_pairs(right: AttentionModel, wrong: AttentionModel) -> tuple[str, ...
 
 
 def _write_scale(code: Code, wrong: float, heads: tuple[int, ...] | None) -> Iterator[str]:
-    _, head_dim, width = code.weights["wq"].shape
-    right, sizes = code.settings.factor, {"head_dim": head_dim, "width": width}
+    axes, right = sizes_of(code.weights), code.settings.factor
+    sizes = {"head_dim": axes["head_dim"], "width": axes["embed_dim"]}
     form = find_factor_formula(wrong, **sizes)
     quotient = write_form(right / wrong, **sizes)
     if form and "*" not in quotient and not math.isclose(right / wrong, round(right / wrong, 3)):

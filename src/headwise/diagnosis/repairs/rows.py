@@ -101,7 +101,7 @@ def _transpose_back(expression: str) -> str:
     if expression in plain:
         return plain[expression]
     if " / " in expression and "reshape" not in expression:
-        return expression.replace("wo.T", "wo")
+        return expression.replace(".T", "")
     return f"{expression}.T" if expression.endswith(")") else f"({expression}).T"
 
 

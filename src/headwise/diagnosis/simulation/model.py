@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headwise.function.records import STAGES, Given, find_visible_keys
 from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec
-from headwise.function.weights import State
+from headwise.function.weights import State, sizes_of
 
 Stages = Mapping[str, Tensor]
 
@@ -238,6 +238,11 @@ class AttentionModel:
     of_weights: AttentionModel | None = None
     # Results of stages, shared with the models that are made of this one.
     memory: Memory = field(default_factory=Memory, repr=False, compare=False)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The length of each axis of the weights, such as head_dim."""
+        return sizes_of(self.weights)
 
     def with_settings(self, **changes: Any) -> AttentionModel:
         """Return the model with other settings; None is ABSENT."""
