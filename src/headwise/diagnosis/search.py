@@ -23,7 +23,7 @@ from headwise.diagnosis.trials import NamedCause, find_best_single_cause
 from headwise.function.lines import ON_WEIGHTS, Code
 from headwise.function.records import STAGE_OF, STAGES
 from headwise.function.rounding import is_coarser
-from headwise.identify.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, Cause
+from headwise.identify.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, PROJECTED, Cause
 from headwise.identify.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.identify.results import Verdict
 
@@ -76,7 +76,6 @@ def search_causes(
 
 
 QUERIES = ("q", "q after norm", "q after rotary")
-PROJECTED = {"q", "k", "v", "output"}  # the stages that multiply by weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +147,11 @@ class ExplainedCalls:
 
     def _describe_shapes(self, stage: str) -> str:
         call = next(call for call in self.calls if stage in call.stages)
-        recorded, weights = call.stages[stage].shape, self.model.weights
-        owner = f"w{stage[0] if stage[0] in 'qkv' else 'o'}"
+        recorded, (weight, _) = call.stages[stage].shape, self.model.projection(STAGES[stage].role)
         axes, noun = ((1,), "heads") if stage in ("scores", "weights") else ((1, 3), "heads")
-        expected = weights[owner].shape[: len(axes)]
+        expected = weight.shape[: len(axes)]
         if stage == "output":
-            axes, noun, expected = (2,), "channels", weights["wo"].shape[2:]
+            axes, noun, expected = (2,), "channels", weight.shape[2:]
         pair = [tuple(recorded[axis] for axis in axes), tuple(expected)]
         if pair[0] == pair[1]:
             return ""
@@ -255,7 +253,7 @@ class ExplainedCalls:
         """
         if all(is_rounding for _, is_rounding in self._output_gaps):
             return True
-        has_other_weights = not PROJECTED.isdisjoint(self.gaps.stages_beyond_rounding)
+        has_other_weights = not {*PROJECTED}.isdisjoint(self.gaps.stages_beyond_rounding)
         return (
             has_other_weights
             and self._has_weights_in_narrower_dtype

@@ -20,7 +20,7 @@ from headwise.diagnosis.simulation.model import (
 from headwise.function.distance import slopes_of
 from headwise.function.records import STAGES
 from headwise.function.rotary import count_channels
-from headwise.function.weights import AXES, bias_of
+from headwise.function.weights import AXES, bias_of, sizes_of
 from headwise.identify.catalogue import KV_HEADS_TILED, ROTATED, SCORES
 from headwise.layers.distance import alibi_slopes
 
@@ -192,7 +192,7 @@ def _make_model_with_heads(
     if slopes is not None:
         slopes = alibi_slopes(heads).double()
     if rotary is not None and rotary.width == model.sizes["head_dim"]:
-        rotary = replace(rotary, width=weights["wq"].shape[1])
+        rotary = replace(rotary, width=sizes_of(weights)["head_dim"])
     changed = replace(model, weights=weights)
     changed = changed.with_slopes(slopes) if slopes is not None else changed
     return changed.with_settings(num_heads=heads, num_kv_heads=kv_heads, scale=scale, rotary=rotary)

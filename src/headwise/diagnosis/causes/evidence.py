@@ -252,7 +252,7 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
         return
     heads = [call.stages["head outputs"].transpose(1, 2).flatten(0, 1) for call in calls]
     outputs = [call.stages["output"].flatten(0, 1) for call in calls]
-    rows, (weight, bias) = model.weights, model.prepare_stage("output", calls[0]).given.tensors
+    rows, (weight, bias) = model.weights, model.projection("o")
     shapes = {(*x.shape[1:], *y.shape[1:]) for x, y in zip(heads, outputs, strict=True)}
     if shapes != {tuple(weight.shape)}:
         return

@@ -19,6 +19,7 @@ from headwise.diagnosis.outputs.runs import Runs, agree_on_few, agrees, predict_
 from headwise.diagnosis.outputs.solving import Read
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.errors import OptionError
+from headwise.function.records import STAGES
 from headwise.function.spec import ABSENT
 from headwise.function.weights import KINDS, State, bias_of
 from headwise.identify.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO, SIGN, Cause
@@ -217,7 +218,7 @@ class _Search(_MoveList):
 
     def _projects_alone(self, model: AttentionModel) -> bool:
         right = self.model.weights
-        others = right.keys() - {"wq", "wk", "wv", "bq", "bk", "bv"}
+        others = right.keys() - {name for role in "qkv" for name in STAGES[role].tensors}
         return all(model.weights.get(name) is right[name] for name in others)
 
     def _list_near_moves(self, pair: RecordedCall) -> Iterator[Move]:

@@ -237,7 +237,7 @@ def _contributions(model: AttentionModel, call: RecordedCall) -> Tensor:
     values = repeat_kv_heads(forced["v"], heads=model.sizes["heads"])
     if (gates := output_gates(forced.given)) is not None:
         values = values * gates[:, :, -1:]
-    return torch.einsum("bhkd,hdo->bhko", values, model.weights["wo"])
+    return torch.einsum("bhkd,hdo->bhko", values, model.projection("o")[0])
 
 
 def _solve_two_weights(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headwise.function.records import STAGES, Given, find_visible_keys
 from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec
-from headwise.function.weights import State, sizes_of
+from headwise.function.weights import KINDS, State, bias_of, sizes_of
 
 Stages = Mapping[str, Tensor]
 
@@ -243,6 +243,11 @@ class AttentionModel:
     def sizes(self) -> dict[str, int]:
         """The length of each axis of the weights, such as head_dim."""
         return sizes_of(self.weights)
+
+    def projection(self, role: str) -> tuple[Any, Tensor | None]:
+        """Return the weight and the bias of a projection, None for one that is absent."""
+        name = KINDS[0][role]
+        return self.weights.get(name), self.weights.get(bias_of(name))
 
     def with_settings(self, **changes: Any) -> AttentionModel:
         """Return the model with other settings; None is ABSENT."""
