@@ -184,7 +184,7 @@ def _make_model_with_heads(
     weights = {name: x for name, x in model.weights.items() if name != "sink"}
     split = _tensors_by_head(*"qkv", "output", "q after norm", "k after norm")
     for name, x in weights.items():
-        if name in split:
+        if name in split and x.dim() > 1:
             weights[name] = x.flatten(0, 1).unflatten(0, (counts[AXES[name][0]], -1))
         elif AXES[name] != ("out_dim",):
             return None  # the weight of a norm over the channels of a head

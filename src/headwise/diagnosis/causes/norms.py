@@ -209,7 +209,7 @@ def _products_of_tokens(evidence: Evidence) -> Iterator[tuple[Tensor, Tensor, Te
                     yield x.double(), matrix, y
         return
     runs = evidence.calls[0].runs
-    if runs is None or not {"sink", "wg"}.isdisjoint(weights):  # one token has not all the weight
+    if runs is None or "sink" in weights or evidence.model.scales_values:
         return
     heads, (kv_heads, value_dim, width) = len(weights["wo"]), weights["wv"].shape
     crosses = evidence.is_cross_attention

@@ -249,6 +249,12 @@ class AttentionModel:
         name = KINDS[0][role]
         return self.weights.get(name), self.weights.get(bias_of(name))
 
+    @property
+    def scales_values(self) -> bool:
+        """True if factors stand between the projection of values and that of the output."""
+        names = {*STAGES["v"].tensors[2:], *STAGES["head outputs"].tensors}
+        return not names.isdisjoint(self.weights)
+
     def with_settings(self, **changes: Any) -> AttentionModel:
         """Return the model with other settings; None is ABSENT."""
         stated: dict[str, Any] = {
