@@ -30,62 +30,35 @@ FLOAT32 = Roundoff.of(torch.float32, with_reference=False).u
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """All that the formula of a stage reads in one call of an attention.
+    """All that the formula of a stage reads in one call of an attention."""
 
-    Attributes:
-        role: whose heads the stage has.
-        settings: of the attention.
-        tensors: the weights that the record names, None for one that is absent.
-        parts: the stages before it, in the order of the record; keys and values of all calls.
-        tokens: (batch, length, width), of keys and values for their stages, else of queries.
-        positions: of these tokens, (batch, length).
-        key_positions: of all keys, (batch, keys).
-        distances: positions of keys less those of queries, (batch, 1, queries, keys).
-        mask: the caller's, or None.
-        dtype: of the arithmetic that is bounded.
-        compute: returns a pure function of its arguments, and may remember the result.
-        result: returns the stage, whose rounding is bounded.
-        at: returns what is given for another stage of the call.
-    """
-
-    role: str
+    role: str  # whose heads the stage has
     settings: AttentionSpec
-    tensors: Sequence[Any]  # of each a tensor or None
-    parts: Sequence[Tensor]
-    tokens: Tensor
-    positions: Tensor
-    key_positions: Tensor
-    distances: Tensor
-    mask: Tensor | None
-    dtype: torch.dtype
-    compute: Callable[..., Tensor]
-    result: Callable[[], Tensor]
-    at: Callable[[str], Given]
+    tensors: Sequence[Any]  # those that the record names, None for one that is absent
+    parts: Sequence[Tensor]  # the stages before it; keys and values of all calls
+    tokens: Tensor  # (batch, length, width), of keys and values for their stages, else of queries
+    positions: Tensor  # of these tokens, (batch, length)
+    key_positions: Tensor  # of all keys, (batch, keys)
+    distances: Tensor  # positions of keys less those of queries, (batch, 1, queries, keys)
+    mask: Tensor | None  # the caller's
+    dtype: torch.dtype  # of the arithmetic that is bounded
+    compute: Callable[..., Tensor]  # returns a pure function of its arguments, and may remember it
+    result: Callable[[], Tensor]  # returns the stage, whose rounding is bounded
+    at: Callable[[str], Given]  # returns what is given for another stage of the call
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage of attention.
+    """A stage of attention: what it is made of, its formula, its rounding and its lines of code."""
 
-    Attributes:
-        name: as reports print it.
-        role: whose heads it has; "o" for those of the output projection.
-        before: the stages that it is computed from, in order.
-        cached: the one of them whose parts of earlier calls are read too; "" for none.
-        tensors: the canonical tensors that it uses.
-        compute: its formula.
-        bound: of the rounding of one side.
-        write: the places of its lines of code, in order; faults mostly are in the last.
-    """
-
-    name: str
-    role: str
-    before: tuple[str, ...]
-    tensors: tuple[str, ...]
+    name: str  # as reports print it
+    role: str = "o"  # whose heads it has; "o" for those of the output projection
+    before: tuple[str, ...] = ()  # the stages that it is computed from, in order
+    cached: str = ""  # the one of them that is read of earlier calls too; "" for none
+    tensors: tuple[str, ...]  # canonical ones that it uses
     compute: Callable[[Given], Tensor]
-    bound: Callable[[Given, Roundoff], Tensor]
-    write: tuple[lines.LinePlace, ...]
-    cached: str = ""
+    bound: Callable[[Given, Roundoff], Tensor]  # of the rounding of one side
+    write: tuple[lines.LinePlace, ...]  # its lines in order; faults mostly are in the last
 
     @property
     def is_projection(self) -> bool:
@@ -195,13 +168,7 @@ def _bias_and_hide(
 ) -> Tensor:
     bias = stages.distance_bias(settings, distances, table)
     scores = products if bias is None else products + bias
-    return scores.masked_fill(~find_visible_keys(settings, distances, mask), -torch.inf)
-
-
-def find_visible_keys(settings: AttentionSpec, distances: Tensor, mask: Tensor | None) -> Tensor:
-    """Return True where a query may attend, (batch, 1 or heads, queries, keys)."""
-    seen = stages.visible_by_distance(settings, distances)
-    return seen if mask is None else seen & mask
+    return scores.masked_fill(~stages.visible_by_distance(settings, distances, mask), -torch.inf)
 
 
 def largest_bias(slopes: Tensor, key_positions: Tensor) -> Tensor:
@@ -273,63 +240,78 @@ def _bound_mix(given: Given, r: Roundoff) -> Tensor:
 
 # ---- all stages ----------------------------------------------------------------------------------
 
-
-def _project_role(role: str) -> Stage:
-    tensors = (f"w{role}", f"b{role}")
-    return Stage(role, role, (), tensors, _project, _bound_projection, (lines.PROJECTIONS,))
-
-
-def _normalise_role(role: str) -> Stage:
-    name, places = f"{role} after norm", (lines.NORMS,)
-    return Stage(name, role, (role,), _norms_of(role), _normalise_before, _bound_norm, places)
-
-
-def _rotate_role(role: str) -> Stage:
-    name, before = f"{role} after rotary", (f"{role} after norm",)
-    places = (lines.FREQUENCIES, lines.ANGLES, lines.ROTATION)
-    return Stage(name, role, before, _norms_of(role), _rotate, _bound_rotation, places)
-
-
-_SCORES = Stage(
-    name="scores",
-    role="o",
-    before=("q after rotary", "k after rotary"),
-    cached="k after rotary",
-    tensors=("distances",),
-    compute=_score,
-    bound=_bound_scores,
-    write=(lines.GROUPS, lines.SCORES, lines.SOFTCAP, lines.BIAS, lines.MASK),
+_PROJECTIONS = (
+    Stage(
+        name=role,
+        role=role,
+        tensors=(f"w{role}", f"b{role}"),
+        compute=_project,
+        bound=_bound_projection,
+        write=(lines.PROJECTIONS,),
+    )
+    for role in "qkv"
 )
-_WEIGHTS = Stage(
-    name="weights",
-    role="o",
-    before=("scores",),
-    tensors=("sink",),
-    compute=_softmax,
-    bound=_bound_softmax,
-    write=(lines.SOFTMAX,),
+_NORMS = (
+    Stage(
+        name=f"{role} after norm",
+        role=role,
+        before=(role,),
+        tensors=_norms_of(role),
+        compute=_normalise_before,
+        bound=_bound_norm,
+        write=(lines.NORMS,),
+    )
+    for role in "qk"
 )
-_HEAD_OUTPUTS = Stage(
-    name="head outputs",
-    role="o",
-    before=("weights", "v"),
-    cached="v",
-    tensors=("wg", "bg"),
-    compute=_mix,
-    bound=_bound_mix,
-    write=(lines.MIX,),
+_ROTATIONS = (
+    Stage(
+        name=f"{role} after rotary",
+        role=role,
+        before=(f"{role} after norm",),
+        tensors=_norms_of(role),
+        compute=_rotate,
+        bound=_bound_rotation,
+        write=(lines.FREQUENCIES, lines.ANGLES, lines.ROTATION),
+    )
+    for role in "qk"
 )
-_OUTPUT = Stage(
-    name="output",
-    role="o",
-    before=("head outputs",),
-    tensors=("wo", "bo"),
-    compute=_project_output,
-    bound=_bound_output,
-    write=(lines.OUTPUT,),
+_ATTENTION = (
+    Stage(
+        name="scores",
+        before=("q after rotary", "k after rotary"),
+        cached="k after rotary",
+        tensors=("distances",),
+        compute=_score,
+        bound=_bound_scores,
+        write=(lines.GROUPS, lines.SCORES, lines.SOFTCAP, lines.BIAS, lines.MASK),
+    ),
+    Stage(
+        name="weights",
+        before=("scores",),
+        tensors=("sink",),
+        compute=_softmax,
+        bound=_bound_softmax,
+        write=(lines.SOFTMAX,),
+    ),
+    Stage(
+        name="head outputs",
+        before=("weights", "v"),
+        cached="v",
+        tensors=("wg", "bg"),
+        compute=_mix,
+        bound=_bound_mix,
+        write=(lines.MIX,),
+    ),
+    Stage(
+        name="output",
+        before=("head outputs",),
+        tensors=("wo", "bo"),
+        compute=_project_output,
+        bound=_bound_output,
+        write=(lines.OUTPUT,),
+    ),
 )
-_BY_ROLE = (*map(_project_role, "qkv"), *map(_normalise_role, "qk"), *map(_rotate_role, "qk"))
 # All stages by name, in order.
-STAGES = {each.name: each for each in (*_BY_ROLE, _SCORES, _WEIGHTS, _HEAD_OUTPUTS, _OUTPUT)}
+STAGES = {each.name: each for each in (*_PROJECTIONS, *_NORMS, *_ROTATIONS, *_ATTENTION)}
 # The role of a projection -> its stage.
 STAGE_OF = {stage.role: stage.name for stage in STAGES.values() if stage.is_projection}

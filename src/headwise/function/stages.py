@@ -93,13 +93,16 @@ def distance_bias(
 
 
 def visible_by_distance(
-    spec: AttentionSpec, distances: Int[Tensor, "batch 1 queries keys"]
-) -> Bool[Tensor, "batch 1 queries keys"]:
-    """Return True where causality and the window let a query attend to a key."""
+    spec: AttentionSpec,
+    distances: Int[Tensor, "batch 1 queries keys"],
+    mask: Bool[Tensor, "#batch #heads #queries #keys"] | None = None,
+) -> Bool[Tensor, "batch heads queries keys"]:
+    """Return True where causality, the window and a mask let a query attend to a key."""
     left, right = spec.sides or (None, None)
     seen = distances <= 0 if spec.causal else torch.ones_like(distances, dtype=torch.bool)
     seen = seen if left is None else seen & (distances >= -left)
-    return seen if right is None else seen & (distances <= right)
+    seen = seen if right is None else seen & (distances <= right)
+    return seen if mask is None else seen & mask
 
 
 def mix_values(

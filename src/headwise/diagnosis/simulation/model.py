@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.function.records import STAGES, Given, find_visible_keys
+from headwise.function.records import STAGES, Given
 from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec
+from headwise.function.stages import visible_by_distance
 from headwise.function.weights import KINDS, State, bias_of, sizes_of
 
 Stages = Mapping[str, Tensor]
@@ -404,7 +405,7 @@ class ForcedStage:
 def visible_keys(forced: ForcedStage) -> Tensor:
     """Return True where a query may attend, (batch, 1 or heads, queries, keys)."""
     call = forced.call
-    return find_visible_keys(forced.settings, key_query_distances(call), call.inputs.mask)
+    return visible_by_distance(forced.settings, key_query_distances(call), call.inputs.mask)
 
 
 def key_query_distances(call: RecordedCall) -> Tensor:
