@@ -423,7 +423,6 @@ NAMING = {
 ROOMS_OF_NAMES = ("function", "layouts")
 # Tables by stage that are no properties of stages.
 TABLES = {
-    "diagnosis/causes/dtypes.py": "what code keeps in a narrower dtype",
     "study/questions/gradients.py": "roles in a picture",
     "study/trace.py": "names of a trace",
 }

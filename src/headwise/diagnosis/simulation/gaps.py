@@ -83,10 +83,7 @@ def allowed_difference(forced: ForcedStage) -> Tensor:
         return allowed + rounding.last_rounding(exact.nan_to_num(0.0, 0.0, 0.0), call.dtype)
     # Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
     # (Higham 2002, section 3.1). Some draws of such factors stand for all.
-    exact = forced.result
-    changes = [_change_by_one_perturbation(forced, draw).amax() for draw in range(DRAWS)]
-    last = _count_summed_terms(forced) * r.u * exact.abs().nan_to_num(0.0, posinf=0.0)
-    return SIDES * (torch.stack(changes).amax().expand_as(exact) + last)
+    return SIDES * _change_by_rounding(forced, draws=DRAWS)
 
 
 def _can_bound_by_formula(forced: ForcedStage) -> bool:
@@ -110,7 +107,7 @@ def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
     """
     if _can_bound_by_formula(forced):
         return False
-    return bool(apart.amax() > FAR * SIDES * _largest_change(forced))
+    return bool(apart.amax() > FAR * SIDES * _change_by_rounding(forced, draws=1).amax())
 
 
 def hopeless_difference(forced: ForcedStage) -> Tensor:
@@ -120,13 +117,14 @@ def hopeless_difference(forced: ForcedStage) -> Tensor:
     """
     if _can_bound_by_formula(forced):
         return torch.tensor(math.inf)
-    return FAR * FAR * SIDES * _largest_change(forced)
+    return FAR * FAR * SIDES * _change_by_rounding(forced, draws=1).amax()
 
 
-def _largest_change(forced: ForcedStage) -> Tensor:
-    last = rounding.Roundoff.of(forced.call.dtype, with_reference=False).u
-    size = forced.result.abs().nan_to_num(0.0, posinf=0.0).amax()
-    return _change_by_one_perturbation(forced, 0).amax() + _count_summed_terms(forced) * last * size
+def _change_by_rounding(forced: ForcedStage, *, draws: int) -> Tensor:
+    u = rounding.Roundoff.of(forced.call.dtype, with_reference=False).u
+    changes = [_change_by_one_perturbation(forced, draw).amax() for draw in range(draws)]
+    last = _count_summed_terms(forced) * u * forced.result.abs().nan_to_num(0.0, posinf=0.0)
+    return torch.stack(changes).amax() + last
 
 
 def _count_summed_terms(forced: ForcedStage) -> int:
