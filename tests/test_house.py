@@ -413,7 +413,7 @@ def test_one_class_has_the_settings_of_an_attention() -> None:
 
 def test_one_list_has_the_stages() -> None:
     """Other modules name single stages, or map them; none lists them again."""
-    stages = {*import_module("headwise.function.stages").STAGES}
+    stages = {*import_module("headwise.function.records").STAGES}
     lists = {
         name_of(path)
         for path in SOURCES
@@ -422,8 +422,61 @@ def test_one_list_has_the_stages() -> None:
         and len(stages & {each.value for each in node.elts if isinstance(each, ast.Constant)}) > 7
     }
     assert lists <= {ARITHMETIC}
-    order = import_module("headwise.diagnosis.simulation.model").USUAL
-    assert tuple(order) == import_module("headwise.function.stages").STAGES
+
+
+# Projections, biases, norms and extra keys; "sink" and "distances" are words of options too.
+CANONICAL = {*import_module("headwise.function.weights").AXES} - {"sink", "distances"}
+# Rooms and files that name a canonical tensor outside function/ and layouts/ -> the reason.
+NAMING = {
+    "diagnosis/causes/gates.py": "causes of the gate",
+    "diagnosis/causes/heads.py": "heads that the output projection lacks",
+    "diagnosis/causes/norms.py": "a norm of values, read off one token through two projections",
+    "diagnosis/causes/weights.py": "a gate of the other sign",
+    "diagnosis/outputs/names.py": "the bias of the output has no heads",
+    "diagnosis/outputs/scores.py": "what is left of an output without its bias",
+    "diagnosis/outputs/values.py": "values and output projection, solved for",
+    "diagnosis/patterns.py": "the output projection has its rows as columns",
+    "identify/moves": "the bias of the output has no heads; rows as a tensor of a layout",
+    "layers/conversion.py": "sizes of a layer",
+    "study/questions/diagram.py": "a diagram of the matrices",
+    "surgery": "heads of keys, values and output are cut, merged and fitted by their role",
+}
+
+
+ROOMS_OF_NAMES = ("function", "layouts")
+# Tables by stage that are no properties of stages.
+TABLES = {
+    "study/questions/gradients.py": "roles in a picture",
+    "study/trace.py": "names of a trace",
+}
+
+
+def canonical_names(tree: ast.AST) -> list[str]:
+    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return sorted({value for value in constants if isinstance(value, str)} & CANONICAL)
+
+
+def tables_by_stage(tree: ast.Module) -> list[str]:
+    """Dicts of a module, of no function, with two stages among their keys."""
+    stages = {*import_module("headwise.function.records").STAGES}
+    tables = (node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign))
+    return [
+        f"line {node.lineno}"
+        for table in tables
+        for node in ast.walk(table)
+        if isinstance(node, ast.Dict)
+        and len(stages & {key.value for key in node.keys if isinstance(key, ast.Constant)}) > 1
+    ]
+
+
+def test_tensors_and_stages_are_named_by_the_function_and_by_layouts() -> None:
+    """A new tensor or stage is a row there, and no other file has a list of its own."""
+    others = [path for path in SOURCES if path.relative_to(SOURCE).parts[0] not in ROOMS_OF_NAMES]
+    naming = {name.removeprefix("src/headwise/") for name in broken(canonical_names, others)}
+    rooms = {name: next((x for x in NAMING if name.startswith(x)), name) for name in naming}
+    assert {*rooms.values()} == {*NAMING}
+    tables = {name.removeprefix("src/headwise/") for name in broken(tables_by_stage, others)}
+    assert tables == {*TABLES}
 
 
 # ---- one allowance -------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from benchmarks.field.check_models import KINDS, ModelCase, build_peer, read_mod
 from benchmarks.field.score import interval
 from headwise.diagnosis.subjects.subject import FAILURES, describe_error
 from headwise.errors import HeadwiseError
-from headwise.function.stages import STAGES
+from headwise.function.records import STAGES
 from headwise.identify.comparison import LayerComparison, ModelComparison
 
 RECORD = Path("build") / "field-models.jsonl"

@@ -7,7 +7,7 @@ from torch import Tensor
 from headwise import Attention, Mask, Rotary, compare
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
-from headwise.function.stages import STAGES
+from headwise.function.records import STAGES
 from headwise.layers.conversion import state_per_head
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
@@ -40,7 +40,7 @@ def test_each_stage_follows_from_those_before_it(name: str) -> None:
     x = torch.randn(BATCH, LENGTH, EMBED_DIM, dtype=torch.float64)
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     stages = layer.stages(x, mask=Mask.may_attend(seen, axes="queries keys"))
-    assert tuple(stages) == STAGES
+    assert [*stages] == [*STAGES]
     model = AttentionModel(layer.spec, state_per_head(layer, layer.state_dict()))
     call = RecordedCall(Inputs(x, mask=seen), stages)
     gaps = measure_gaps(model, [call])

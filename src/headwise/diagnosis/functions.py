@@ -254,18 +254,19 @@ class BlackBoxComparison:
         return f"query {query} of the {self.side} {verb} key {key}{more}"
 
     def _compare_recovered_attention_weights(self) -> Iterator[str]:
-        weights = self.model.weights
-        heads, value_dim, out_dim = weights["wo"].shape
+        model, axes = self.model, ("heads", "value_dim", "out_dim")
+        heads, value_dim, out_dim = (model.sizes[axis] for axis in axes)
+        weight, bias = model.projection("o")
         tokens = min(value_dim - 1, out_dim // heads, MOST_WEIGHTS)
         if tokens < 2 or self._crosses:
             return
         inputs = Inputs(_draw_tokens(BATCH, tokens, self.widths[0], TOKENS_SEED + 2))
         output, _, bound = self._run_both_with_bound(inputs)
-        run = self.model.predict_all_stages(RecordedCall(inputs, {}))
+        run = model.predict_all_stages(RecordedCall(inputs, {}))
         values = repeat_kv_heads(run["v"], heads=heads)
-        parts = torch.einsum("bhjd,hdo->bohj", values, weights["wo"]).flatten(2)
+        parts = torch.einsum("bhjd,hdo->bohj", values, weight).flatten(2)
         inverse = torch.linalg.pinv(parts)
-        rest = output if "bo" not in weights else output - weights["bo"]
+        rest = output if bias is None else output - bias
         weights_shown, error = (
             torch.einsum("bwo,bqo->bwq", matrix, x).unflatten(1, (heads, tokens)).mT
             for matrix, x in ((inverse, rest), (inverse.abs(), bound))

@@ -30,6 +30,7 @@ from headwise.diagnosis.subjects.subject import Subject, describe_dropout_differ
 from headwise.errors import OptionError, ShapeError
 from headwise.function.rounding import BACKWARD, exceeds_rounding, relative_difference_norm
 from headwise.function.stages import STAGES
+from headwise.function.records import STAGES
 from headwise.identify import catalogue
 from headwise.identify.comparison import (
     SEED,

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis import watch
-from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence
+from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.pairs import find_best_pair
 from headwise.diagnosis.patterns import describe_calls, describe_matrix, describe_positions
-from headwise.diagnosis.repairs.lines import ON_WEIGHTS, Code, Repair, write_repair, write_weights
+from headwise.diagnosis.repairs.lines import Repair, write_repair, write_weights
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.diagnosis.trials import NamedCause, find_best_single_cause
+from headwise.function.lines import ON_WEIGHTS, Code
+from headwise.function.records import STAGE_OF, STAGES
 from headwise.function.rounding import is_coarser
-from headwise.function.stages import STAGES
-from headwise.identify.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, Cause
+from headwise.identify.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, PROJECTED, Cause
 from headwise.identify.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.identify.results import Verdict
 
@@ -75,7 +76,6 @@ def search_causes(
 
 
 QUERIES = ("q", "q after norm", "q after rotary")
-PROJECTED = {"q", "k", "v", "output"}  # the stages that multiply by weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,10 +129,10 @@ class ExplainedCalls:
     @cached_property
     def has_other_rows(self) -> bool:
         """True if queries, values or outputs have another number of channels than the model's."""
-        wq, wo = self.model.weights["wq"], self.model.weights["wo"]
-        heads, value_dim, out_dim = wo.shape
-        rows = dict.fromkeys(QUERIES, wq.shape[0] * wq.shape[1]) | {
-            "head outputs": heads * value_dim
+        sizes = self.model.sizes
+        heads, out_dim = sizes["heads"], sizes["out_dim"]
+        rows = dict.fromkeys(QUERIES, heads * sizes["head_dim"]) | {
+            "head outputs": heads * sizes["value_dim"]
         }
         for call in self.calls:
             for stage, x in call.stages.items():
@@ -147,12 +147,11 @@ class ExplainedCalls:
 
     def _describe_shapes(self, stage: str) -> str:
         call = next(call for call in self.calls if stage in call.stages)
-        recorded, weights = call.stages[stage].shape, self.model.weights
-        owner = f"w{stage[0] if stage[0] in 'qkv' else 'o'}"
+        recorded, (weight, _) = call.stages[stage].shape, self.model.projection(STAGES[stage].role)
         axes, noun = ((1,), "heads") if stage in ("scores", "weights") else ((1, 3), "heads")
-        expected = weights[owner].shape[: len(axes)]
+        expected = weight.shape[: len(axes)]
         if stage == "output":
-            axes, noun, expected = (2,), "channels", weights["wo"].shape[2:]
+            axes, noun, expected = (2,), "channels", weight.shape[2:]
         pair = [tuple(recorded[axis] for axis in axes), tuple(expected)]
         if pair[0] == pair[1]:
             return ""
@@ -212,7 +211,8 @@ class ExplainedCalls:
             ]
         scores = (self.model.predict_stage("scores", call) for call in calls)
         code = Code(
-            self.model,
+            self.model.settings,
+            self.model.weights,
             self.language,
             takes_mask=any(call.inputs.mask is not None for call in calls),
             crosses=any(call.inputs.source is not None for call in calls),
@@ -253,7 +253,7 @@ class ExplainedCalls:
         """
         if all(is_rounding for _, is_rounding in self._output_gaps):
             return True
-        has_other_weights = not PROJECTED.isdisjoint(self.gaps.stages_beyond_rounding)
+        has_other_weights = not {*PROJECTED}.isdisjoint(self.gaps.stages_beyond_rounding)
         return (
             has_other_weights
             and self._has_weights_in_narrower_dtype

@@ -316,8 +316,9 @@ def _apply_variant_in_cells(
 ) -> tuple[AttentionModel, bool]:
     explained = {stage for stage, _, _ in cells}
     broken = after.cells_beyond_rounding
-    before, changed = evidence.model.weights, variant.model.weights
-    has_other_heads = any(changed[name].shape != before[name].shape for name in ("wq", "wk"))
+    sides = (evidence.model, variant.model)
+    shapes = [[model.projection(role)[0].shape for role in "qk"] for model in sides]
+    has_other_heads = shapes[0] != shapes[1]
     if not broken or has_other_heads:  # other heads are never those of some stages alone
         return variant.model, False
     model = evidence.model

@@ -22,7 +22,6 @@ no value vector. These functions allocate queries x keys; kernels may not.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TypedDict, Unpack
 
 import torch
@@ -49,23 +48,6 @@ class AttentionOptions(ScoreOptions, total=False):
     """Options of an attention matrix besides q and k."""
 
     sink: Tensor | None
-
-
-# The name of each stage -> the stages that it is computed from, in order.
-BEFORE: Mapping[str, tuple[str, ...]] = {
-    "q": (),
-    "k": (),
-    "v": (),
-    "q after norm": ("q",),
-    "k after norm": ("k",),
-    "q after rotary": ("q after norm",),
-    "k after rotary": ("k after norm",),
-    "scores": ("q after rotary", "k after rotary"),
-    "weights": ("scores",),
-    "head outputs": ("weights", "v"),
-    "output": ("head outputs",),
-}
-STAGES = tuple(BEFORE)
 
 
 def project_heads(
@@ -111,13 +93,16 @@ def distance_bias(
 
 
 def visible_by_distance(
-    spec: AttentionSpec, distances: Int[Tensor, "batch 1 queries keys"]
-) -> Bool[Tensor, "batch 1 queries keys"]:
-    """Return True where causality and the window let a query attend to a key."""
+    spec: AttentionSpec,
+    distances: Int[Tensor, "batch 1 queries keys"],
+    mask: Bool[Tensor, "#batch #heads #queries #keys"] | None = None,
+) -> Bool[Tensor, "batch heads queries keys"]:
+    """Return True where causality, the window and a mask let a query attend to a key."""
     left, right = spec.sides or (None, None)
     seen = distances <= 0 if spec.causal else torch.ones_like(distances, dtype=torch.bool)
     seen = seen if left is None else seen & (distances >= -left)
-    return seen if right is None else seen & (distances <= right)
+    seen = seen if right is None else seen & (distances <= right)
+    return seen if mask is None else seen & mask
 
 
 def mix_values(

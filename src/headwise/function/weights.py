@@ -84,6 +84,14 @@ def bias_of(name: str) -> str:
     return f"b{name[1:]}" if name.startswith("w") else f"{name}_bias"
 
 
+def sizes_of(state: State) -> dict[str, int]:
+    """Return the length of each axis of canonical tensors."""
+    sizes: dict[str, int] = {}
+    for name, axes in reversed(AXES.items()):  # where tensors disagree, the first ones count
+        sizes |= zip(axes, state[name].shape if name in state else (), strict=False)
+    return sizes
+
+
 def take_heads(state: State, heads: Sequence[int], kv_heads: Sequence[int]) -> State:
     """Return copies of canonical tensors with these heads and kv heads, in this order."""
     import torch  # which the list of layouts starts without

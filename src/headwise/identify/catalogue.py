@@ -12,6 +12,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
+from headwise.function.records import STAGE_OF, STAGES
+from headwise.function.weights import NORMS
+
 PAGES = Path(__file__).parents[1] / "diagnosis" / "causes" / "pages"
 
 
@@ -77,14 +80,15 @@ class Page:
         return self.text.partition("## Repair\n\n")[2].partition("\n\n")[0]
 
 
-PROJECTED = ("q", "k", "v", "output")  # the stages that multiply by weights
-WITH_HEADS = ("q", "k", "v", "scores", "head outputs", "output")
-NORMED = ("q after norm", "k after norm", "q after rotary", "k after rotary")
-ROTATED = ("q after rotary", "k after rotary")
+PROJECTED = tuple(STAGE_OF.values())  # the stages that multiply by weights
+NORMED = tuple(name for name, stage in STAGES.items() if {*NORMS} & {*stage.tensors})
+ROTATED = STAGES["scores"].before
 PLACED = (*ROTATED, "scores")  # the stages that depend on positions
 SCORES, WEIGHTS = ("scores",), ("weights",)
-MIXED = ("scores", "head outputs")  # the stages in which heads meet keys and values
-EVERY = ("q", "k", "v", *NORMED, "scores", "weights", "head outputs", "output")
+# The stages in which heads meet keys and values, of all calls with a cache.
+MIXED = tuple(name for name, stage in STAGES.items() if stage.cached)
+WITH_HEADS = ("q", "k", "v", *MIXED, "output")
+EVERY = tuple(STAGES)
 BY_NUMBER = "load each layer by its number"
 OWN_TENSOR = "load {weights} from its own tensor: {text}"
 NOT_LOADED = "load {weights}: not loaded, but initialised"

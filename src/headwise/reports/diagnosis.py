@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-from headwise.function.stages import STAGES
+from headwise.function.records import STAGES
 from headwise.identify.catalogue import Page
 from headwise.identify.comparison import (
     FunctionComparison,

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.model import ForcedStage, scale_products
+from headwise.diagnosis.simulation.model import ForcedStage
+from headwise.function.records import scale_products
 from tests.diagnosis.causes.faulty_models import TOKENS, inputs_of, model_of, recorded, searched
 
 PADDED = torch.arange(TOKENS) < torch.tensor([TOKENS, 13, 9])[:, None]
@@ -14,7 +15,7 @@ def names(number: float) -> list[tuple[str, object]]:
     def scores(forced: ForcedStage) -> Tensor:
         mask = forced.call.inputs.mask
         assert mask is not None
-        return scale_products(forced) + number * mask
+        return scale_products(forced.given) + number * mask
 
     right = model_of()
     inputs = inputs_of(mask=PADDED[:, None, None])

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from headwise import Attention, Rotary
 from headwise.diagnosis.layers import Comparison
 from headwise.diagnosis.probes import make_probes
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.layers import NativeSubject
+from headwise.function.records import STAGES
 from headwise.identify.catalogue import CAUSES
 from tests.diagnosis.causes.faulty_models import WIDTH, inputs_of, model_of, recorded, searched
 from tests.quick import others_slow
@@ -94,7 +95,8 @@ def test_a_norm_of_the_input_with_weights_is_read_off_stages() -> None:
     nn.init.normal_(norm.bias)
 
     def normed(forced: ForcedStage) -> Tensor:
-        return project_heads(forced.with_inputs(x=norm(forced.call.inputs.x).detach()))
+        normed = forced.with_inputs(x=norm(forced.call.inputs.x).detach())
+        return STAGES[forced.stage].compute(normed.given)
 
     faulty = model
     for role in "qkv":

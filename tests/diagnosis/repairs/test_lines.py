@@ -6,47 +6,18 @@ import pytest
 import torch
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.repairs.lines import (
-    ANGLES,
-    BIAS,
-    FREQUENCIES,
-    GROUPS,
-    MASK,
-    MIX,
-    NORM_AND_ROTATION,
-    OUTPUT,
-    PLACE_OF,
-    PROJECTIONS,
-    SCORES,
-    SOFTCAP,
-    SOFTMAX,
-    WORDS_ALONE,
-    Code,
-    translate,
-)
+from headwise.diagnosis.repairs.lines import WORDS_ALONE, place_of, translate
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.function import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from headwise.function.lines import Code
+from headwise.function.records import STAGES
 from headwise.identify.catalogue import CAUSES, PROJECTED, Cause
 from headwise.layers import Alibi, QKNorm, T5Bias
 from tests.diagnosis.repairs.code import define, name_weights
 from tests.quick import others_slow
 
-WHOLE = (
-    PROJECTIONS,
-    FREQUENCIES,
-    ANGLES,
-    NORM_AND_ROTATION,
-    GROUPS,
-    SCORES,
-    SOFTCAP,
-    BIAS,
-    MASK,
-    SOFTMAX,
-    MIX,
-    OUTPUT,
-)
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {"q_bias": False, "k_bias": False, "v_bias": False, "out_bias": False},
     "grouped, windowed": {"num_kv_heads": 2, "window": (3, 0)},
@@ -86,9 +57,7 @@ def test_the_lines_of_all_places_are_the_layer(shape: str, language: str) -> Non
     layer = layer_of(shape)
     model = NativeSubject(layer).model
     assert model is not None
-    code = Code(model, language, takes_mask=True)
-    written = [line for place in WHOLE for line in place.write(code, ROLES.get(place, "qk"))]
-    lines = list(translate(tuple(written), language))
+    lines = write_stages(Code(model.settings, model.weights, language, takes_mask=True))
     function = define(lines, name_weights(layer, language), "x, mask=None")
     x = torch.randn(2, 11, 48)
     mask = torch.ones(2, 1, 11, 11, dtype=torch.bool)
@@ -100,7 +69,14 @@ def test_the_lines_of_all_places_are_the_layer(shape: str, language: str) -> Non
     assert not measure_gaps(model, [call]).cells_beyond_rounding, "\n".join(lines)
 
 
-ROLES = {PROJECTIONS: "qkv"}
+def write_stages(code: Code) -> list[str]:
+    """Lines of all stages; a norm may follow the rotation."""
+    norm, stages = code.settings.norm, [*STAGES.values()]
+    if norm is not None and norm.place == "after":
+        stages[3:7] = *stages[5:7], *stages[3:5]
+    places = ((place, stage.role) for stage in stages for place in stage.write)
+    written = (line for place, role in places for line in place.write(code, role))
+    return list(translate(tuple(written), code.language))
 
 
 def test_cross_attention() -> None:
@@ -108,8 +84,7 @@ def test_cross_attention() -> None:
     layer = Attention(48, 6, source_dim=40)
     model = NativeSubject(layer).model
     assert model is not None
-    code = Code(model, crosses=True)
-    lines = [line for place in WHOLE for line in place.write(code, ROLES.get(place, "qk"))]
+    lines = write_stages(Code(model.settings, model.weights, crosses=True))
     assert compare(define(lines, name_weights(layer, "torch"), "x, source"), layer)
 
 
@@ -117,5 +92,5 @@ def test_cross_attention() -> None:
 def test_each_cause_has_a_place_or_a_reason_for_words(cause: Cause) -> None:
     """A cause with neither is one of rows that move, which are read off."""
     is_of_rows = {*cause.stages} - {"head outputs"} <= {*PROJECTED}  # a sign may be the gate's
-    assert (cause in PLACE_OF) + (cause in WORDS_ALONE) <= 1
-    assert cause in PLACE_OF or cause in WORDS_ALONE or is_of_rows
+    assert (place_of(cause) is not None) + (cause in WORDS_ALONE) <= 1
+    assert place_of(cause) is not None or cause in WORDS_ALONE or is_of_rows

@@ -10,9 +10,11 @@ from benchmarks.faults.geometries import GEOMETRIES, layer_of
 from benchmarks.faults.geometry import Geometry
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.search import search_causes
-from headwise.diagnosis.simulation.gaps import measure_gaps
+from headwise.diagnosis.simulation.gaps import allowed_difference, measure_gaps
+from headwise.diagnosis.simulation.model import Inputs, RecordedCall
+from headwise.function.records import STAGES
 from headwise.function.scaling import YarnScaling
-from headwise.function.stages import STAGES
+from headwise.function.weights import sizes_of
 from headwise.identify.catalogue import CAUSES
 
 
@@ -59,3 +61,23 @@ def test_a_rotation_of_no_channels_leaves_them() -> None:
     stages = model.predict_all_stages(calls[0].with_stages({}))
     assert torch.equal(stages["q after rotary"], stages["q after norm"])
     assert "k after rotary" in measure_gaps(model, calls).stages_beyond_rounding
+
+
+def test_the_rounding_of_head_outputs_is_as_large_as_the_values() -> None:
+    """Also where there are as many keys as channels, so that head outputs look like scores."""
+    geometry = GEOMETRIES[0]
+    model = model_of(layer_of(geometry, "trained-like", Draw("weights", geometry.name)))
+    x = torch.randn(2, model.sizes["value_dim"], model.sizes["embed_dim"], dtype=torch.float64)
+    call = RecordedCall(Inputs(x), {})
+    call = call.with_stages(model.predict_all_stages(call))
+    large = call.with_stages({**call.stages, "v": 1e6 * call.stages["v"]})
+    bound, larger = (
+        allowed_difference(model.prepare_stage("head outputs", each)) for each in (call, large)
+    )
+    torch.testing.assert_close(larger, 1e6 * bound)
+
+
+def test_sizes_are_those_of_the_axes() -> None:
+    weights = {"bo": torch.ones(6), "wv": torch.ones(2, 3, 5), "wq": torch.ones(4, 7, 9)}
+    sizes = {"heads": 4, "head_dim": 7, "embed_dim": 9, "kv_heads": 2, "value_dim": 3}
+    assert sizes_of(weights) == {**sizes, "source_dim": 5, "out_dim": 6}

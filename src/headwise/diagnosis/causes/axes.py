@@ -18,8 +18,9 @@ from headwise.diagnosis.simulation.model import (
     has_masks_of_heads,
 )
 from headwise.function.distance import slopes_of
+from headwise.function.records import STAGES
 from headwise.function.rotary import count_channels
-from headwise.function.stages import BEFORE
+from headwise.function.weights import AXES, bias_of, sizes_of
 from headwise.identify.catalogue import KV_HEADS_TILED, ROTATED, SCORES
 from headwise.layers.distance import alibi_slopes
 
@@ -125,8 +126,9 @@ def _head_outputs_along_batch(forced: ForcedStage) -> Tensor:
         return _exchange_batch_and_sequence(forced, None).usual_result().transpose(0, 2)
     if weights.shape[::3] == (batch, tokens):  # with another cause of the scores
         return forced.usual_result()
-    heads, value_dim, _ = forced.model.weights["wo"].shape  # with one that hides keys by the mask
-    return weights.new_full((batch, heads, tokens, value_dim), math.nan)
+    sizes = forced.model.sizes  # with one that hides keys by the mask
+    shape = (batch, sizes["heads"], tokens, sizes["value_dim"])
+    return weights.new_full(shape, math.nan)
 
 
 def _positions_in_batch(forced: ForcedStage) -> Tensor:
@@ -137,7 +139,7 @@ def _positions_in_batch(forced: ForcedStage) -> Tensor:
 def _exchange_batch_and_sequence(forced: ForcedStage, positions: Tensor | None) -> ForcedStage:
     """Return the stage with what it is made of along the batch; the caller's mask does not fit."""
     call = forced.call
-    stages = {name: forced[name] for name in BEFORE[forced.stage]}
+    stages = {name: forced[name] for name in STAGES[forced.stage].before}
     stages = {n: x if n == "weights" else x.transpose(0, 2) for n, x in stages.items()}
     inputs = replace(
         call.inputs,
@@ -162,11 +164,11 @@ def _number_of_heads(evidence: Evidence) -> Variants:
         if rest or other or not kv_heads or widths["v"] % kv_heads or heads % kv_heads:
             continue
         rotary = settings.rotation
-        is_too_wide = rotary and head_dim < count_channels(rotary) < model.weights["wq"].shape[1]
+        is_too_wide = rotary and head_dim < count_channels(rotary) < model.sizes["head_dim"]
         is_odd = rotary and head_dim % 2
         if heads == settings.num_heads or is_odd or is_too_wide:
             continue
-        is_usual = math.isclose(settings.factor, model.weights["wq"].shape[1] ** -0.5)
+        is_usual = math.isclose(settings.factor, model.sizes["head_dim"] ** -0.5)
         for scale in {head_dim**-0.5 if is_usual else settings.factor, settings.factor}:
             other_model = _make_model_with_heads(model, heads, kv_heads, scale)
             if other_model is not None:
@@ -178,19 +180,19 @@ def _make_model_with_heads(
     model: AttentionModel, heads: int, kv_heads: int, scale: float
 ) -> AttentionModel | None:
     """Return the model, without sinks, with rows in other heads; None where tensors do not fit."""
-    counts = {"q": heads, "k": kv_heads, "v": kv_heads, "o": heads}
-    roles = {f"{kind}{role}": role for kind in "wb" for role in counts if kind + role != "bo"}
-    roles |= {f"{role}_norms{bias}": role for role in "qk" for bias in ("", "_bias")}
+    counts = {"heads": heads, "kv_heads": kv_heads}
     weights = {name: x for name, x in model.weights.items() if name != "sink"}
-    if weights.keys() - roles.keys() - {"bo"}:
-        return None  # the weight of a norm over the channels of a head
-    for name in roles.keys() & weights.keys():
-        weights[name] = weights[name].flatten(0, 1).unflatten(0, (counts[roles[name]], -1))
+    split = _tensors_by_head(*"qkv", "output", "q after norm", "k after norm")
+    for name, x in weights.items():
+        if name in split and x.dim() > 1:
+            weights[name] = x.flatten(0, 1).unflatten(0, (counts[AXES[name][0]], -1))
+        elif AXES[name] != ("out_dim",):
+            return None  # the weight of a norm over the channels of a head
     slopes, rotary = slopes_of(model.settings), model.settings.rotation
     if slopes is not None:
         slopes = alibi_slopes(heads).double()
-    if rotary is not None and rotary.width == model.weights["wq"].shape[1]:
-        rotary = replace(rotary, width=weights["wq"].shape[1])
+    if rotary is not None and rotary.width == model.sizes["head_dim"]:
+        rotary = replace(rotary, width=sizes_of(weights)["head_dim"])
     changed = replace(model, weights=weights)
     changed = changed.with_slopes(slopes) if slopes is not None else changed
     return changed.with_settings(num_heads=heads, num_kv_heads=kv_heads, scale=scale, rotary=rotary)
@@ -238,7 +240,7 @@ def _models_by_kv_head(
 
 
 def _take_kv_heads(places: tuple[int, ...], forced: ForcedStage) -> Tensor:
-    source = "k after rotary" if forced.stage == "scores" else "v"
+    source = STAGES[forced.stage].cached
 
     def take(call: RecordedCall) -> RecordedCall:
         taken = replace(forced, call=call)[source][:, list(places)]
@@ -247,21 +249,21 @@ def _take_kv_heads(places: tuple[int, ...], forced: ForcedStage) -> Tensor:
     return replace(forced, call=forced.call.change(take)).usual_result()
 
 
+def _tensors_by_head(*stages: str) -> tuple[str, ...]:
+    names = (name for stage in stages for name in STAGES[stage].tensors)
+    return tuple(name for name in names if AXES[name][0] in ("heads", "kv_heads"))
+
+
 PARTS_OF_HEADS: Mapping[str, tuple[str, ...]] = {
-    "q": ("wq", "bq"),
-    "k": ("wk", "bk"),
-    "v": ("wv", "bv"),
-    "q, k and v": ("wq", "bq", "wk", "bk", "wv", "bv"),
-    "q and k": ("wq", "bq", "wk", "bk"),
-    "k and v": ("wk", "bk", "wv", "bv"),
-    "the output projection": ("wo",),
-    "the bias of q": ("bq",),
-    "the bias of k": ("bk",),
-    "the bias of v": ("bv",),
-    "the gate": ("wg", "bg"),
-    "the sinks": ("sink",),
-    "the norm of q": ("q_norms", "q_norms_bias"),
-    "the norm of k": ("k_norms", "k_norms_bias"),
+    **{role: _tensors_by_head(role) for role in "qkv"},
+    "q, k and v": _tensors_by_head(*"qkv"),
+    "q and k": _tensors_by_head(*"qk"),
+    "k and v": _tensors_by_head(*"kv"),
+    "the output projection": _tensors_by_head("output"),
+    **{f"the bias of {role}": (bias_of(STAGES[role].tensors[0]),) for role in "qkv"},
+    "the gate": _tensors_by_head("head outputs"),
+    "the sinks": _tensors_by_head("weights"),
+    **{f"the norm of {role}": _tensors_by_head(f"{role} after norm") for role in "qk"},
 }
 
 

@@ -21,6 +21,7 @@ from headwise.diagnosis.causes.masks import (
     ignore_mask,
 )
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
+from headwise.function.records import STAGES
 from headwise.identify.catalogue import PLACED, ROTATED, SCORES
 
 
@@ -128,26 +129,24 @@ def _padding_in_decoding(evidence: Evidence) -> Variants:
         yield Variant(model, {"padding": "counted in the positions"}, repair)
 
 
-# The stage that reads keys or values of earlier calls, and the stage of a call that makes them.
-READ = {"k": ("scores", "k after rotary"), "v": ("head outputs", "v")}
 Cached = Callable[[Tensor, ForcedStage], Tensor]  # (batch, kv_heads, keys, ...), where it is read
 
 
 def read_other_cache(evidence: Evidence, role: str, change: Cached) -> AttentionModel:
     """Return the model that reads other keys or values in later calls."""
-    stage, cached = READ[role]
+    stage = next(each for each in STAGES.values() if each.cached.startswith(role))
 
     def read(forced: ForcedStage) -> Tensor:
         call = forced.call
         if not call.earlier:
             return forced.usual_result()
-        every = change(forced.of_all_calls(cached), forced)
+        every = change(forced.of_all_calls(stage.cached), forced)
         parts = every.split([each.inputs.x.shape[1] for each in (*call.earlier, call)], 2)
         calls = zip((*call.earlier, call), parts, strict=True)
-        *earlier, last = (each.with_stages({**each.stages, cached: x}) for each, x in calls)
+        *earlier, last = (each.with_stages({**each.stages, stage.cached: x}) for each, x in calls)
         return replace(forced, call=replace(last, earlier=tuple(earlier))).usual_result()
 
-    return evidence.replace_stages((stage,), read)
+    return evidence.replace_stages((stage.name,), read)
 
 
 def _cached_values_lost(evidence: Evidence) -> Variants:

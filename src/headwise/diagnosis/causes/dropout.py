@@ -60,13 +60,13 @@ def _compare_weights(model: AttentionModel, call: RecordedCall) -> tuple[_Droppe
 
 def count_readable_tokens(model: AttentionModel) -> int:
     """Return the largest number of tokens whose weights an output shows, each one."""
-    heads, _, out_dim = model.weights["wo"].shape
+    heads, out_dim = model.sizes["heads"], model.sizes["out_dim"]
     return (out_dim - 1) // (2 * heads)  # half the channels may be dropped too
 
 
 def _read_outputs(model: AttentionModel, call: RecordedCall) -> tuple[_Dropped, _Dropped] | None:
     """Return what the output of a call was made of; None where it does not show that."""
-    wo, output = model.weights["wo"], call.stages["output"]
+    (wo, bias), output = model.projection("o"), call.stages["output"]
     bare = RecordedCall(call.inputs, {})
     forced = model.prepare_stage("output", bare)
     if forced.result.shape != output.shape or not output.isfinite().all() or not output.any():
@@ -75,7 +75,7 @@ def _read_outputs(model: AttentionModel, call: RecordedCall) -> tuple[_Dropped, 
     weights = model.predict_stage("weights", bare)
     values = repeat_kv_heads(forced.of_all_calls("v"), heads=len(wo))
     parts = torch.einsum("bhqj,bhjd,hde->bqehj", weights, values, wo).flatten(3)
-    kept_output, bias = output != 0, model.weights.get("bo")
+    kept_output = output != 0
     # Dropout of the output alone multiplies the bias too.
     has_bias = bias is not None and bool(bias.any())
     if bias is not None and has_bias:

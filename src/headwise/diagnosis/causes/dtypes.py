@@ -2,45 +2,28 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
-from headwise.diagnosis.simulation.model import (
-    ForcedStage,
-    RecordedCall,
-    key_query_distances,
-    scale_products,
-)
+from headwise.diagnosis.simulation.model import ForcedStage, RecordedCall, key_query_distances
 from headwise.function.distance import slopes_of
-from headwise.function.stages import BEFORE
-from headwise.identify.catalogue import SCORES
+from headwise.function.records import STAGES, scale_products
+from headwise.identify.catalogue import ROTATED, SCORES
 from headwise.identify.moves.move import format_dtype
 
-# What is rounded, in words -> the stages before each stage that reads rounded ones.
-ROUNDED: dict[str, dict[str, tuple[str, ...]]] = {
-    "values": {"head outputs": ("v",)},
-    "queries, keys": {"scores": ("q after rotary", "k after rotary")},
-    "queries, keys and their products": {
-        "scores": ("q after rotary", "k after rotary", "products")
-    },
-    "queries, keys and scores": {
-        "scores": ("q after rotary", "k after rotary", "products", "scores")
-    },
-    "keys, values": {"scores": ("k after rotary",), "head outputs": ("v",)},
-    "keys before the rotation, values": {"k after norm": ("k",), "head outputs": ("v",)},
-    "queries, keys, values": {
-        "scores": ("q after rotary", "k after rotary"),
-        "head outputs": ("v",),
-    },
-    "head outputs": {"output": ("head outputs",)},
-    "queries, keys, values, head outputs": {
-        "scores": ("q after rotary", "k after rotary"),
-        "head outputs": ("v",),
-        "output": ("head outputs",),
-    },
+# What is rounded, in words -> stages, where the next one reads them, and parts of the scores.
+ROUNDED: dict[str, tuple[str, ...]] = {
+    "values": ("v",),
+    "queries, keys": ROTATED,
+    "queries, keys and their products": (*ROTATED, "products"),
+    "queries, keys and scores": (*ROTATED, "products", "rounded products"),
+    "keys, values": ("k after rotary", "v"),
+    "keys before the rotation, values": ("k", "v"),
+    "queries, keys, values": (*ROTATED, "v"),
+    "head outputs": ("head outputs",),
+    "queries, keys, values, head outputs": (*ROTATED, "v", "head outputs"),
 }
 # What a bias by distance multiplies: what a whole row has in common falls out of the softmax.
 PLACES: dict[str, Callable[[RecordedCall], Tensor]] = {
@@ -55,11 +38,9 @@ PLACES: dict[str, Callable[[RecordedCall], Tensor]] = {
 def _activations_dtype(evidence: Evidence) -> Variants:
     slopes = slopes_of(evidence.model.settings)
     for dtype in (torch.bfloat16, torch.float16):
-        for words, stages in ROUNDED.items():
-            model = evidence.model
-            for stage, parts in stages.items():
-                change = partial(_compute_from_rounded, dtype, parts)
-                model = model.with_stage_function(stage, change)
+        for words, parts in ROUNDED.items():
+            stages = [name for name, stage in STAGES.items() if {*parts} & {*stage.before}]
+            model = evidence.replace_stages(stages, _compute_from_rounded, dtype, parts)
             parameters, details = {"dtype": format_dtype(dtype)}, {"of": words}
             repair = f"keep {words} in the dtype of the input"
             yield Variant(model, parameters, repair, details)
@@ -96,13 +77,15 @@ def _compute_from_rounded(dtype: torch.dtype, parts: Sequence[str], forced: Forc
 
     def round_stages(call: RecordedCall) -> RecordedCall:
         whole = ForcedStage(forced.model, call, forced.stage)
-        stages = {name: rounded(whole[name]) for name in parts if name in BEFORE[forced.stage]}
+        stages = {
+            name: rounded(whole[name]) for name in parts if name in STAGES[forced.stage].before
+        }
         return call.with_stages({**call.stages, **stages})
 
     near = replace(forced, call=forced.call.change(round_stages))
     result = near.usual_result()
     if "products" not in parts or near.settings.cap is not None:
         return result
-    scaled, factor = scale_products(near), near.settings.factor
+    scaled, factor = scale_products(near.given), near.settings.factor
     products = rounded(scaled / factor) * factor
-    return result + (rounded(products) if "scores" in parts else products) - scaled
+    return result + (rounded(products) if "rounded products" in parts else products) - scaled

@@ -19,8 +19,8 @@ from torch import Tensor
 from headwise.diagnosis.outputs.names import find_output_moves, list_unread_moves
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
+from headwise.function.records import STAGE_OF, STAGES
 from headwise.function.rounding import default_tolerance
-from headwise.function.stages import STAGES
 from headwise.function.weights import State
 from headwise.identify.catalogue import Cause
 from headwise.identify.moves.find import HeadsAndOutput, find_moves
@@ -34,7 +34,6 @@ from headwise.identify.moves.maps import (
 from headwise.identify.moves.move import Move, find_factor_formula
 
 NEAR = 0.1  # of a fitted number, by which rounding may move it
-STAGE_OF = {"q": "q", "k": "k", "v": "v", "o": "output"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,9 +150,8 @@ class Evidence:
 
     def _describe_factor(self, parameters: Mapping[str, Any]) -> dict[str, str]:
         """Return the formula of a factor, and where that of dropout can be; {} for none."""
-        _, head_dim, width = self.model.weights["wq"].shape
-        factor = parameters.get("factor", 1.0)
-        form = find_factor_formula(factor, head_dim=head_dim, width=width)
+        sizes, factor = self.model.sizes, parameters.get("factor", 1.0)
+        form = find_factor_formula(factor, head_dim=sizes["head_dim"], width=sizes["embed_dim"])
         if " - " in form and parameters["roles"] in "vo" and self.shows_outputs_alone:
             form += ", as of dropout, in the weights, v or the outputs of heads"
         return {"form": form} if form else {}
@@ -254,9 +252,9 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
         return
     heads = [call.stages["head outputs"].transpose(1, 2).flatten(0, 1) for call in calls]
     outputs = [call.stages["output"].flatten(0, 1) for call in calls]
-    rows, bias = model.weights, model.weights.get("bo")
+    rows, (weight, bias) = model.weights, model.projection("o")
     shapes = {(*x.shape[1:], *y.shape[1:]) for x, y in zip(heads, outputs, strict=True)}
-    if shapes != {tuple(rows["wo"].shape)}:
+    if shapes != {tuple(weight.shape)}:
         return
     output = torch.cat(outputs)
     tolerance = max(default_tolerance(call.dtype) for call in calls)

@@ -6,8 +6,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
-from headwise.diagnosis.simulation.model import ForcedStage, output_gates
+from headwise.diagnosis.simulation.model import ForcedStage
 from headwise.function import stages
+from headwise.function.records import output_gates
 
 
 def _output_gate_missing(evidence: Evidence) -> Variants:
@@ -56,7 +57,7 @@ def _view_split_heads(x: Tensor) -> Tensor:
 
 
 def _gate_heads(change: Callable[[Tensor], Tensor], forced: ForcedStage) -> Tensor:
-    if (gates := output_gates(forced)) is None:  # with another cause, which leaves it out
+    if (gates := output_gates(forced.given)) is None:  # with another cause, which leaves it out
         return forced.usual_result()
     bare = replace(forced, model=forced.model.with_weights(wg=None, bg=None)).usual_result()
     return bare * change(gates)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants, flatten_tokens
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.errors import OptionError
 from headwise.function.norm import normalise_heads
+from headwise.function.records import STAGES
 from headwise.function.spec import NormRule
 from headwise.function.stages import repeat_kv_heads
 
@@ -171,7 +172,7 @@ def _fit_gain(evidence: Evidence, norm: Norm, *, has_bias: bool) -> tuple[Tensor
     to the values of one token in the output.
     """
     products = list(_products_of_tokens(evidence))
-    width = evidence.model.weights["wv"].shape[2]
+    width = evidence.model.sizes["source_dim"]
     if not products or width > WIDEST:
         return None
     size = (1 + has_bias) * width
@@ -208,7 +209,7 @@ def _products_of_tokens(evidence: Evidence) -> Iterator[tuple[Tensor, Tensor, Te
                     yield x.double(), matrix, y
         return
     runs = evidence.calls[0].runs
-    if runs is None or not {"sink", "wg"}.isdisjoint(weights):  # one token has not all the weight
+    if runs is None or "sink" in weights or evidence.model.scales_values:
         return
     heads, (kv_heads, value_dim, width) = len(weights["wo"]), weights["wv"].shape
     crosses = evidence.is_cross_attention
@@ -227,9 +228,9 @@ def _products_of_tokens(evidence: Evidence) -> Iterator[tuple[Tensor, Tensor, Te
 
 
 def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Iterator[Variant]:
-    repair, embed_dim = "normalise both outputs or neither", evidence.model.weights["wq"].shape[2]
+    repair, embed_dim = "normalise both outputs or neither", evidence.model.sizes["embed_dim"]
     for has_residual in (False, True):
-        if has_residual and evidence.model.weights["wo"].shape[2] != embed_dim:
+        if has_residual and evidence.model.sizes["out_dim"] != embed_dim:
             continue
         words = f"{kind} of the output{' and the residual' if has_residual else ''}"
         output = partial(_add_residual, 1.0) if has_residual else ForcedStage.usual_result
@@ -267,7 +268,7 @@ def _project_normed_input(norm: Norm, of: str, forced: ForcedStage) -> Tensor:
     source = inputs.source
     if source is not None and of != "x":
         source = norm(source.double())
-    return project_heads(forced.with_inputs(x=x, source=source))
+    return STAGES[forced.stage].compute(forced.with_inputs(x=x, source=source).given)
 
 
 def _add_residual(factor: float, forced: ForcedStage) -> Tensor:
@@ -275,7 +276,7 @@ def _add_residual(factor: float, forced: ForcedStage) -> Tensor:
 
 
 def _residual_inside(evidence: Evidence) -> Variants:
-    if evidence.model.weights["wo"].shape[2] == evidence.model.weights["wq"].shape[2]:
+    if evidence.model.sizes["out_dim"] == evidence.model.sizes["embed_dim"]:
 
         def make(factor: float) -> Variant:
             model = evidence.replace_stages(OUTPUT, _add_residual, factor)

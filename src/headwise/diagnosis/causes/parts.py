@@ -111,7 +111,7 @@ def _limit_model(
     base: AttentionModel, changed: AttentionModel, role: str, heads: tuple[int, ...] | None
 ) -> AttentionModel | None:
     """Return the model with a change in a role or in some heads; None for a part of a kv head."""
-    if changed.weights["wq"].shape != base.weights["wq"].shape:
+    if changed.projection("q")[0].shape != base.projection("q")[0].shape:
         return None
     if not role:
         return merging.replace_stage_in_heads(base, changed, "head outputs", heads)
@@ -135,7 +135,7 @@ def contributions(model: AttentionModel, call: RecordedCall) -> Tensor:
     Head outputs are the recorded ones, where these are known.
     """
     heads = model.prepare_stage("output", call)["head outputs"]
-    return torch.einsum("bhqd,hde->hbqe", heads, model.weights["wo"])
+    return torch.einsum("bhqd,hde->hbqe", heads, model.projection("o")[0])
 
 
 @lru_cache(maxsize=4)
@@ -185,16 +185,20 @@ def read_parted_heads(evidence: Evidence) -> tuple[int, ...] | None:
     where there are more weights than channels.
     """
     model, call = evidence.model, _smallest_parted_call(evidence)
-    wo, output = model.weights["wo"], call.stages["output"]
+    (wo, bias), output = model.projection("o"), call.stages["output"]
     keys = call.key_positions.shape[1]
-    if wo.shape[0] * keys > wo.shape[2] or "wg" in model.weights or "output" in model.replaced:
+    if (
+        wo.shape[0] * keys > wo.shape[2]
+        or model.projection("g")[0] is not None
+        or "output" in model.replaced
+    ):
         return None
     forced = model.prepare_stage("output", call)
     values = repeat_kv_heads(forced.of_all_calls("v"), heads=wo.shape[0])
     parts = torch.einsum("bhjd,hde->behj", values, wo).flatten(2)
     if forced.result.shape != output.shape:
         return None
-    rest = (output - model.weights["bo"]) if "bo" in model.weights else output
+    rest = output if bias is None else output - bias
     bound = gaps.allowed_difference(forced)
     inverse = torch.linalg.pinv(parts)
     read = inverse @ rest.mT  # (batch, heads * keys, queries)

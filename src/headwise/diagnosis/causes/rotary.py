@@ -88,7 +88,7 @@ def _leave_cached_keys(keys: Tensor, forced: ForcedStage) -> Tensor:
 
 
 def _add_rotation(model: AttentionModel, pairing: Pairing, theta: float) -> Variant:
-    width = model.weights["wq"].shape[1] // 2 * 2
+    width = model.sizes["head_dim"] // 2 * 2
     rotary = RotaryRule(theta, width, pairing, scaling=None)
     parameters = {"rotary": pairing, "theta": theta}
     model, repair = model.with_settings(rotary=rotary), "leave out the rotation"
@@ -117,7 +117,7 @@ def _rotate_by_tables_of(tables: Pairing, forced: ForcedStage) -> Tensor:
 
 @_of_rotation
 def _rotary_partial_width(evidence: Evidence, rotary: RotaryRule) -> Variants:
-    head_dim = evidence.model.weights["wq"].shape[1]
+    head_dim = evidence.model.sizes["head_dim"]
     for width in range(2, head_dim + 1, 2):
         if width != rotary.width:
             for base in sorted({None, rotary.exponent_width or rotary.width}, key=str):
@@ -127,7 +127,7 @@ def _rotary_partial_width(evidence: Evidence, rotary: RotaryRule) -> Variants:
 
 @_of_rotation
 def _rotary_whole_head_pairs(evidence: Evidence, rotary: RotaryRule) -> Variants:
-    head_dim = evidence.model.weights["wq"].shape[1]
+    head_dim = evidence.model.sizes["head_dim"]
     if rotary.width != head_dim:
         span, repair = head_dim // 2, f"pair channel i with i + {rotary.width // 2}"
         model = evidence.model.with_rotary(pairing="half-split", span=span)
@@ -136,7 +136,7 @@ def _rotary_whole_head_pairs(evidence: Evidence, rotary: RotaryRule) -> Variants
 
 @_of_rotation
 def _rotary_exponent_width(evidence: Evidence, rotary: RotaryRule) -> Variants:
-    head_dim = evidence.model.weights["wq"].shape[1]
+    head_dim = evidence.model.sizes["head_dim"]
     right = rotary.exponent_width or rotary.width
     for base in range(4, 2 * head_dim + 1, 2) if rotary.width >= 4 else ():
         if base != right:
@@ -236,7 +236,7 @@ def _rotate_by_axis(axis: str, forced: ForcedStage) -> Tensor:
 
 @_of_rotation
 def _rotary_other_channels(evidence: Evidence, rotary: RotaryRule) -> Variants:
-    if rotary.width < evidence.model.weights["wq"].shape[1]:
+    if rotary.width < evidence.model.sizes["head_dim"]:
         model = evidence.replace_stages(ROTATED, _rotate_last_channels)
         repair = f"rotate the first {rotary.width} channels of a head, not the last"
         yield Variant(model, {"channels": "the last"}, repair)
@@ -278,7 +278,7 @@ def _rotate_all_heads_at_once(forced: ForcedStage) -> Tensor:
 
 @_of_rotation
 def _rotary_on_values(evidence: Evidence, rotary: RotaryRule) -> Variants:
-    if rotary.width > evidence.model.weights["wv"].shape[1]:
+    if rotary.width > evidence.model.sizes["value_dim"]:
         return
     # Values may have been recorded before they are turned.
     for stage in ("v",) if evidence.shows_outputs_alone else ("v", "head outputs"):
@@ -287,7 +287,7 @@ def _rotary_on_values(evidence: Evidence, rotary: RotaryRule) -> Variants:
 
 
 def _turn_values(forced: ForcedStage) -> Tensor:
-    rule, channels = forced.settings.rotation, forced.model.weights["wv"].shape[1]
+    rule, channels = forced.settings.rotation, forced.model.sizes["value_dim"]
     if rule is None or count_channels(rule) > channels:  # by another cause
         return forced.usual_result()
     if forced.stage == "v":

@@ -16,9 +16,10 @@ from headwise.diagnosis.causes.decoding import change_later_calls
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
 from headwise.diagnosis.causes.parts import fit_by_head
 from headwise.diagnosis.outputs.solving import solve, with_constant
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, scale_products
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.errors import OptionError
 from headwise.function.distance import slopes_of
+from headwise.function.records import scale_products
 from headwise.function.spec import Softcap
 from headwise.identify.catalogue import SCORES, WEIGHTS
 from headwise.identify.moves.move import find_factor_formula, format_dtype, list_formulas
@@ -30,8 +31,8 @@ LARGE = 1e30  # a number that hides a key when it is taken off its score
 
 
 def _scale(evidence: Evidence) -> Variants:
-    right, wq = evidence.model.settings.factor, evidence.model.weights["wq"]
-    _, head_dim, width = wq.shape
+    right, sizes = evidence.model.settings.factor, evidence.model.sizes
+    head_dim, width = sizes["head_dim"], sizes["embed_dim"]
 
     def make(scale: float) -> Variant:
         model = evidence.model.with_settings(scale=scale)
@@ -154,7 +155,9 @@ def _cap(form: Callable[[Tensor, float], Tensor], forced: ForcedStage) -> Tensor
     cap, bare = forced.settings.cap, forced.model.with_settings(softcap=None)
     if cap is None:  # another change left it out
         return forced.usual_result()
-    change = form(scale_products(replace(forced, model=bare)), cap) - scale_products(forced)
+    change = form(scale_products(replace(forced, model=bare).given), cap) - scale_products(
+        forced.given
+    )
     return forced.usual_result() + change
 
 
@@ -319,7 +322,7 @@ def _sinks(evidence: Evidence) -> Variants:
         yield Variant(zero, {"sinks": 0.0}, "leave out the key of zeros", is_step=True)
     stated = _infer_sink_logits(evidence)
     if evidence.shows_outputs_alone:
-        heads = evidence.model.weights["wq"].shape[0]
+        heads = evidence.model.sizes["heads"]
         start = torch.zeros(heads) if sink is None else sink
         stated = fit_by_head(evidence, lambda x: evidence.model.with_weights(sink=x), start)
     if stated is not None and bool((stated < MOST_LOGIT).all()):

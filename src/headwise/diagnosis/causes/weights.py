@@ -9,9 +9,10 @@ from itertools import permutations, product
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence, Variant, Variants, flatten_tokens
+from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants, flatten_tokens
 from headwise.diagnosis.simulation import gaps, merging
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.function.records import STAGE_OF
 from headwise.function.weights import State
 from headwise.identify import catalogue
 from headwise.identify.catalogue import Cause
@@ -333,8 +334,8 @@ def _norm_of_stored_rounding(evidence: Evidence, x: Tensor, matrix: Tensor) -> T
 
 
 def _output_projection_missing(evidence: Evidence) -> Variants:
-    heads, value_dim, out_dim = evidence.model.weights["wo"].shape
-    if heads * value_dim == out_dim:
+    sizes = evidence.model.sizes
+    if sizes["heads"] * sizes["value_dim"] == sizes["out_dim"]:
         model = evidence.replace_stages(
             ("output",), lambda forced: forced["head outputs"].transpose(1, 2).flatten(2)
         )

@@ -19,6 +19,7 @@ from headwise.diagnosis.outputs.runs import Runs, agree_on_few, agrees, predict_
 from headwise.diagnosis.outputs.solving import Read
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.errors import OptionError
+from headwise.function.records import STAGES
 from headwise.function.spec import ABSENT
 from headwise.function.weights import KINDS, State, bias_of
 from headwise.identify.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO, SIGN, Cause
@@ -51,6 +52,7 @@ from headwise.identify.moves.move import (
 OTHERS = KINDS[1:-1]  # without the output bias, which is read
 UNREAD = {"g", *(tensor for kind in OTHERS for tensor in kind.values())}
 UNREAD_TENSORS = {TENSORS.get(role, role) for role in UNREAD}
+OF_VALUES = {"g"} | (UNREAD & {*STAGES["v"].tensors, *STAGES["head outputs"].tensors})
 FEWEST = 16  # sequences of two tokens
 FLOOR_FINE, FLOOR = 4e-6, 4e-5  # of what is read in float64 and in float32
 NOISE = 10  # times the standard deviation
@@ -154,11 +156,11 @@ class _Search(_MoveList):
             yield from self._yield_score_moves(pair)
 
     def _yield_value_moves(self, single: RecordedCall, pair: RecordedCall) -> Iterator[Moves]:
-        yield from self._try_moves({"v", "o", "g"}, single, pair)
+        yield from self._try_moves({"v", "o", *OF_VALUES}, single, pair)
         yield from self._name_reads(self._read_values(single))
 
     def _yield_score_moves(self, pair: RecordedCall) -> Iterator[Moves]:
-        fitting = [*self._try_moves({"q", "k", *UNREAD} - {"g"}, pair, pair)]
+        fitting = [*self._try_moves({"q", "k", *UNREAD} - OF_VALUES, pair, pair)]
         yield from fitting
         if not fitting:
             yield from ((move,) for move in self._list_near_moves(pair))
@@ -217,7 +219,8 @@ class _Search(_MoveList):
 
     def _projects_alone(self, model: AttentionModel) -> bool:
         right = self.model.weights
-        others = right.keys() - {"wq", "wk", "wv", "bq", "bk", "bv"}
+        projections = [TENSORS[role] for role in "qkv"]
+        others = right.keys() - {*projections, *map(bias_of, projections)}
         return all(model.weights.get(name) is right[name] for name in others)
 
     def _list_near_moves(self, pair: RecordedCall) -> Iterator[Move]:

@@ -99,7 +99,7 @@ class Runs:
         self, model: AttentionModel, batch: int, tokens: int, *, crosses: bool
     ) -> RecordedCall:
         """Return a call of random tokens; where it crosses, of one query and that many keys."""
-        queries, keys = (model.weights[name].shape[2] for name in ("wq", "wk"))
+        queries, keys = (model.sizes[axis] for axis in ("embed_dim", "source_dim"))
 
         def make() -> RecordedCall:
             x = draw_tokens((batch, 1 if crosses else tokens, queries), SEED)
@@ -111,7 +111,7 @@ class Runs:
 
     def single_call(self, model: AttentionModel, *, crosses: bool) -> RecordedCall:
         """Return a call of sequences of one token, twice as many as it has channels."""
-        width = max(model.weights[name].shape[2] for name in ("wq", "wk"))
+        width = max(model.sizes[axis] for axis in ("embed_dim", "source_dim"))
         return self.random_call(model, 2 * width + 10, 1, crosses=crosses)
 
 

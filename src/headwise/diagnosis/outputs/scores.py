@@ -14,7 +14,8 @@ from torch import Tensor
 from headwise.diagnosis import watch
 from headwise.diagnosis.outputs.runs import Runs, draw_tokens
 from headwise.diagnosis.outputs.solving import Read, solve, with_constant
-from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall, output_gates
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
+from headwise.function.records import output_gates
 from headwise.function.rotary import rotate_by_rule
 from headwise.function.stages import repeat_kv_heads
 
@@ -54,14 +55,14 @@ class Pairs:
         keys = every[: self.counts[1], :, :1]
         if role == "q":
             return every[:: self.counts[1], :, -1]
-        return repeat_kv_heads(keys, heads=len(self.model.weights["wq"]))[:, :, 0]
+        return repeat_kv_heads(keys, heads=self.model.sizes["heads"])[:, :, 0]
 
 
 def read_queries(
     model: AttentionModel, runs: Runs, tolerance: float, *, crosses: bool
 ) -> Read | None:
     """Return the query projection that makes the outputs of two tokens."""
-    _, head_dim, width = model.weights["wq"].shape
+    head_dim, width = model.sizes["head_dim"], model.sizes["embed_dim"]
     counts = int(1.25 * (width + 1)) + 4, int(1.6 * (head_dim + 1)) + 2
     pairs = _run_pairs(model, runs, counts, crosses=crosses)
     if pairs is None:
@@ -80,8 +81,9 @@ def read_queries(
 
 def read_keys(model: AttentionModel, runs: Runs, tolerance: float, *, crosses: bool) -> Read | None:
     """Return the key projection, without its bias, that makes the outputs of two tokens."""
-    kv_heads, head_dim, width = model.weights["wk"].shape
-    group = len(model.weights["wq"]) // kv_heads
+    axes = ("kv_heads", "head_dim", "source_dim")
+    kv_heads, head_dim, width = (model.sizes[axis] for axis in axes)
+    group = model.sizes["heads"] // kv_heads
     counts = int(1.6 * head_dim / group) + 4, int(1.25 * width) + 5
     pairs = _run_pairs(model, runs, counts, crosses=crosses, is_from_zero=True)
     if pairs is None:
@@ -143,7 +145,7 @@ def _fit_projection(
 
 def _rotation_matrix(model: AttentionModel, role: str, position: int) -> Tensor:
     """Return the matrix by which rows (..., head_dim) turn at a position."""
-    head_dim, rule = model.weights["wq"].shape[1], model.settings.rotation
+    head_dim, rule = model.sizes["head_dim"], model.settings.rotation
     unit = torch.eye(head_dim, dtype=torch.float64)
     if rule is None:
         return unit
@@ -196,7 +198,7 @@ def _record_enlarged(runs: Runs, inputs: Inputs, size: float) -> RecordedCall:
 def _make_pairs(
     model: AttentionModel, counts: tuple[int, int], *, crosses: bool, is_from_zero: bool
 ) -> Inputs:
-    widths = model.weights["wq"].shape[2], model.weights["wk"].shape[2]
+    widths = model.sizes["embed_dim"], model.sizes["source_dim"]
     queries = draw_tokens((counts[0], widths[0]), QUERIES).repeat_interleave(counts[1], 0)
     keys = draw_tokens((counts[1], widths[1]), KEYS)
     if is_from_zero:
@@ -214,7 +216,7 @@ def read_two_weights(model: AttentionModel, call: RecordedCall, tolerance: float
     They are NaN for heads whose values are 0. None is returned where no weights of the model's
     values make the outputs.
     """
-    heads, _, out_dim = model.weights["wo"].shape
+    heads, out_dim = model.sizes["heads"], model.sizes["out_dim"]
     output = call.stages["output"][:, -1]
     if out_dim != output.shape[1] or out_dim <= 2 * heads:
         return None
@@ -232,10 +234,10 @@ def read_two_weights(model: AttentionModel, call: RecordedCall, tolerance: float
 def _contributions(model: AttentionModel, call: RecordedCall) -> Tensor:
     """Return what each key adds to the output of the last query, (sequences, heads, 2, out_dim)."""
     forced = model.prepare_stage("head outputs", call)
-    values = repeat_kv_heads(forced["v"], heads=len(model.weights["wo"]))
-    if (gates := output_gates(forced)) is not None:
+    values = repeat_kv_heads(forced["v"], heads=model.sizes["heads"])
+    if (gates := output_gates(forced.given)) is not None:
         values = values * gates[:, :, -1:]
-    return torch.einsum("bhkd,hdo->bhko", values, model.weights["wo"])
+    return torch.einsum("bhkd,hdo->bhko", values, model.projection("o")[0])
 
 
 def _solve_two_weights(

@@ -36,7 +36,7 @@ def read_output_projection(
 
 def read_values(model: AttentionModel, call: RecordedCall, tolerance: float) -> Read | None:
     """Return the value projection that makes the outputs of sequences of one token."""
-    if {"sink", "wg"} & model.weights.keys():
+    if "sink" in model.weights or model.scales_values:
         return None
     solution = solve(with_constant(call.inputs.key_source[:, 0]), call.stages["output"][:, -1])
     if solution is None or solution.residual > tolerance:
@@ -56,7 +56,7 @@ def read_values(model: AttentionModel, call: RecordedCall, tolerance: float) -> 
 
 def read_values_by_head(model: AttentionModel, call: RecordedCall, tolerance: float) -> Read | None:
     """Return the value projection that makes the outputs by the weights of the model."""
-    if "wg" in model.weights:
+    if model.scales_values:
         return None
     weights = model.predict_stage("weights", RecordedCall(call.inputs, {}))[:, :, -1]
     x, (heads, _, out_dim) = call.inputs.key_source, model.weights["wo"].shape

@@ -1,78 +1,28 @@
-"""The lines of an attention, written out for its settings, and those that repair a cause.
+"""The lines of an attention (`headwise.function.lines`) that repair a cause.
 
 A repair is the right form of the lines in which the fault is, in the reader's own numbers. So it
-holds whatever the fault is exactly. It uses these names:
-
-    x, source             (batch, tokens, width)
-    wq, bq, ...           weights and biases as `torch.nn.Linear` stores them
-    q, k, v               (batch, heads, tokens, channels); k and v may have fewer heads
-    scores, weights       (batch, heads, queries, keys), before and after the softmax
-    mask                  broadcasts to the scores, True may attend; None for none
-    outputs               (batch, heads, tokens, channels): weights @ v
-    table                 (buckets, heads), the learned numbers of a bias by distance
-    past, past_k, past_v  number of tokens in the cache; its keys and values
-
-A line is written in PyTorch, and translated to NumPy by a table.
+holds whatever the fault is exactly. A line is written in PyTorch, and translated to NumPy by a
+table.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from headwise.diagnosis.repairs.rows import (
-    write_form,
-    write_number,
-    write_weight_lines,
-)
+from headwise.diagnosis.repairs.rows import write_form, write_weight_lines
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.trials import NamedCause
-from headwise.function.distance import count_unshared_distances, slopes_of
-from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
-from headwise.function.spec import AttentionSpec, BucketRule, NormRule, RotaryRule
+from headwise.function import lines as written
+from headwise.function.lines import Code, LinePlace
+from headwise.function.records import STAGES
+from headwise.function.spec import AttentionSpec, RotaryRule
+from headwise.function.weights import sizes_of
 from headwise.identify import catalogue
 from headwise.identify.catalogue import Cause
 from headwise.identify.moves.move import find_factor_formula
-
-Lines = Iterator[str]
-
-
-@dataclass(frozen=True)
-class Code:
-    """The code in doubt.
-
-    Attributes:
-        model: the attention that it should be.
-        language: "torch" or "numpy".
-        takes_mask: True if it is given masks.
-        crosses: True if keys and values come from other tokens than queries.
-        decodes: True if it keeps keys and values between calls.
-        has_empty_rows: True if a mask hides all keys of a query.
-    """
-
-    model: AttentionModel
-    language: str = "torch"
-    takes_mask: bool = False
-    crosses: bool = False
-    decodes: bool = False
-    has_empty_rows: bool = False
-
-    @property
-    def settings(self) -> AttentionSpec:
-        """The settings of the model."""
-        return self.model.settings
-
-
-# ---- the lines of each place --------------------------------------------------------------------
-
-
-def _sizes(code: Code, _: str) -> Lines:
-    heads, head_dim, _width = code.model.weights["wq"].shape
-    yield f"num_heads, head_dim = {heads}, {head_dim}"
-    if code.settings.group > 1:
-        yield f"num_kv_heads = {code.settings.num_kv_heads}"
 
 
 def _channels_in_pairs(rule: RotaryRule, head_dim: int) -> list[int]:
@@ -92,12 +42,12 @@ def _write_pairs(right: AttentionModel, wrong: AttentionModel) -> tuple[str, ...
     which of them is wrong. The line on rows is right in both cases.
     """
     rule, other = right.settings.rotation, wrong.settings.rotation
-    head_dim, changes = right.weights["wq"].shape[1], {}
+    head_dim, changes = right.sizes["head_dim"], {}
     if rule is None or other is None or rule.width != other.width:
         return ()
     places, taken = (_channels_in_pairs(each, head_dim) for each in (rule, other))
     index = [taken[places.index(channel)] for channel in range(head_dim)]
-    for name in {"wq", "wk", "bq", "bk"} & right.weights.keys():
+    for name in {*STAGES["q"].tensors, *STAGES["k"].tensors} & right.weights.keys():
         changes[name] = right.weights[name][:, index]
     lines = write_weight_lines(right.with_weights(**changes).weights, right.weights)
     shown = "2i and 2i + 1"
@@ -106,128 +56,9 @@ def _write_pairs(right: AttentionModel, wrong: AttentionModel) -> tuple[str, ...
     return (f"# or turn channels {shown} of a head together", *lines) if lines else ()
 
 
-def _projections(code: Code, roles: str) -> Lines:
-    for role in roles:
-        if role == "o":
-            yield from _output(code, roles)
-            continue
-        heads, channels, _ = code.model.weights[f"w{role}"].shape
-        x = "source" if code.crosses and role != "q" else "x"
-        bias = f" + b{role}" if f"b{role}" in code.model.weights else ""
-        split = f".unflatten(2, ({heads}, {channels})).transpose(1, 2)"
-        yield f"{role} = ({x} @ w{role}.T{bias}){split}"
-
-
-def _norms(code: Code, roles: str) -> Lines:
-    rule = code.settings.norm
-    for role in roles if rule is not None else "":
-        assert rule is not None
-        yield from _norm_of_role(code, rule, role)
-
-
-def _norm_of_role(code: Code, rule: NormRule, role: str) -> Lines:
-    axes = "-1" if rule.over == "head" else "(1, 3)"
-    if rule.kind == "layer":
-        yield f"{role} = {role} - {role}.mean({axes}, keepdim=True)"
-    size = f"({role} * {role}).{'sum' if rule.kind == 'l2' else 'mean'}({axes}, keepdim=True)"
-    line, weights = f"{role} = {role} / torch.sqrt({size} + {rule.eps:g})", code.model.weights
-    heads, channels, _ = weights[f"w{role}"].shape
-    for suffix, verb in (("", "*"), ("_bias", "+")):
-        name = f"{role}_norm{suffix}"
-        if f"{role}_norms{suffix}" in weights:
-            name = f"{name}.reshape({heads}, 1, {channels})"
-        elif name not in weights:
-            continue
-        offset = f"({rule.weight_offset:g} + {name})" if rule.weight_offset and not suffix else name
-        line += f" {verb} {offset}"
-    yield line
-
-
-def _frequencies(code: Code, _: str) -> Lines:
-    if (rule := code.settings.rotation) is None:
-        return
-    base, scaling = rule.exponent_width or rule.width, rule.scaling
-    theta = float(rule.theta)
-    if isinstance(scaling, NTKScaling):
-        theta *= scaling.factor ** (base / (base - 2))
-    yield f"inv_freq = {write_number(theta)} ** (-torch.arange(0, {rule.width}, 2) / {base})"
-    if isinstance(scaling, LinearScaling):
-        yield f"inv_freq = inv_freq / {scaling.factor:g}"
-    elif isinstance(scaling, Llama3Scaling):
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        turns = f"{scaling.original_length} * inv_freq / {write_number(2 * math.pi)}"
-        yield f"kept = (({turns} - {low:g}) / {high - low:g}).clip(0, 1)"
-        yield f"inv_freq = inv_freq * (kept + (1 - kept) / {scaling.factor:g})"
-    elif isinstance(scaling, YarnScaling):
-        first, last = scaling.ramp_bounds(theta, int(rule.width))
-        pairs = f"torch.arange({int(rule.width) // 2})"
-        yield f"ramp = (({pairs} - {first:.12g}) / {last - first:.12g}).clip(0, 1)"
-        yield f"inv_freq = inv_freq * (1 - ramp + ramp / {scaling.factor:g})"
-
-
-def _angles(code: Code, _: str) -> Lines:
-    if code.settings.rotation is not None:
-        start = "past, past + x.shape[1]" if code.decodes else "x.shape[1]"
-        yield f"angles = torch.arange({start})[:, None] * inv_freq"
-
-
-def _tables(code: Code, _: str) -> Lines:
-    if (rule := code.settings.rotation) is not None:
-        factor = "" if rule.amplitude == 1.0 else f"{rule.amplitude:.12g} * "
-        yield f"cos, sin = {factor}torch.cos(angles), {factor}torch.sin(angles)"
-
-
-def _turn(code: Code, roles: str) -> Lines:
-    if (rule := code.settings.rotation) is None:
-        return
-    width, head_dim = int(rule.width), code.model.weights["wq"].shape[1]
-    for role in roles:
-        rest = f", {role}[..., {width}:]" if width < head_dim else ""
-        if rule.pairing == "half-split":
-            half = width // 2
-            yield f"a, b = {role}[..., :{half}], {role}[..., {half}:{width}]"
-            yield f"{role} = torch.cat((a * cos - b * sin, b * cos + a * sin{rest}), -1)"
-        else:
-            yield f"a, b = {role}[..., 0:{width}:2], {role}[..., 1:{width}:2]"
-            yield "pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)"
-            turned = "pairs.flatten(-2)"
-            yield f"{role} = torch.cat(({turned}{rest}), -1)" if rest else f"{role} = {turned}"
-
-
-def _rotation(code: Code, roles: str) -> Lines:
-    yield from _tables(code, roles)
-    yield from _turn(code, roles)
-
-
-def _whole_rotation(code: Code, roles: str) -> Lines:
-    for write in (_frequencies, _angles, _rotation):
-        yield from write(code, roles)
-
-
-def _norm_and_rotation(code: Code, roles: str) -> Lines:
-    rule = code.settings.norm
-    order = (_norms, _rotation)
-    for write in order if rule is None or rule.place == "before" else order[::-1]:
-        yield from write(code, roles)
-
-
-def _groups(code: Code, _: str) -> Lines:
-    if (group := code.settings.group) > 1:
-        yield f"k = k.repeat_interleave({group}, 1)"
-        yield f"v = v.repeat_interleave({group}, 1)"
-
-
-def _scores(code: Code, _: str) -> Lines:
-    factor, head_dim = code.settings.factor, code.model.weights["wq"].shape[1]
-    scale = f" * {write_number(factor)}"
-    if math.isclose(factor, head_dim**-0.5):
-        scale = f" / {head_dim}**0.5"
-    yield f"scores = q @ k.mT{'' if factor == 1 else scale}"
-
-
-def _write_scale(code: Code, wrong: float, heads: tuple[int, ...] | None) -> Lines:
-    _, head_dim, width = code.model.weights["wq"].shape
-    right, sizes = code.settings.factor, {"head_dim": head_dim, "width": width}
+def _write_scale(code: Code, wrong: float, heads: tuple[int, ...] | None) -> Iterator[str]:
+    axes, right = sizes_of(code.weights), code.settings.factor
+    sizes = {"head_dim": axes["head_dim"], "width": axes["embed_dim"]}
     form = find_factor_formula(wrong, **sizes)
     quotient = write_form(right / wrong, **sizes)
     if form and "*" not in quotient and not math.isclose(right / wrong, round(right / wrong, 3)):
@@ -237,201 +68,52 @@ def _write_scale(code: Code, wrong: float, heads: tuple[int, ...] | None) -> Lin
     yield f"{part} = {part} * {quotient}  # {comment}"
 
 
-def _softcap(code: Code, _: str) -> Lines:
-    if (cap := code.settings.cap) is not None:
-        yield f"scores = {cap:g} * torch.tanh(scores / {cap:g})"
-
-
-def _distances(code: Code) -> Lines:
-    queries = "torch.arange(scores.shape[2])[:, None]"
-    queries = f"({queries} + past)" if code.decodes else queries
-    yield f"ahead = torch.arange(scores.shape[3]) - {queries}"
-
-
-def _bucket_bias(code: Code, rule: BucketRule) -> Lines:
-    side = int(rule.buckets) // (2 if rule.bidirectional else 1)
-    near = count_unshared_distances(int(rule.buckets), bidirectional=bool(rule.bidirectional))
-    steps = f"{write_number(math.log(rule.max_distance / near))} * {side - near}"
-    yield from _distances(code)
-    yield f"far = {'abs(ahead)' if rule.bidirectional else '(-ahead).clip(0)'}"
-    yield f"steps = torch.log(far.clip({near}).float() / {near}) / {steps}"
-    yield f"shared = ({near} + steps.long()).clip(0, {side - 1})"
-    later = f" + {side} * (ahead > 0)" if rule.bidirectional else ""
-    yield f"bucket = torch.where(far < {near}, far, shared){later}"
-    yield "scores = scores + table[bucket].permute(2, 0, 1)"
-
-
-def _bias(code: Code, _: str) -> Lines:
-    if (rule := code.settings.buckets) is not None:
-        yield from _bucket_bias(code, rule)
-    if (slopes := slopes_of(code.settings)) is not None:
-        count = len(slopes)
-        powers = 2.0 ** (-8.0 * (slopes.new_tensor(range(count)) + 1) / count)
-        numbers = f"2.0 ** (-8 * torch.arange(1, {count + 1}) / {count})"
-        if not bool((slopes - powers).abs().le(1e-7 * powers).all()):
-            numbers = f"torch.tensor([{', '.join(f'{float(x):.9g}' for x in slopes)}])"
-        yield f"slopes = {numbers}"
-        yield from _distances(code)
-        yield "scores = scores - slopes[:, None, None] * abs(ahead)"
-
-
-def _mask(code: Code, _: str) -> Lines:
-    left, right = code.settings.sides or (None, None)
-    right = 0 if code.settings.causal else right
-    bounds = [] if right is None else [f"ahead > {right}"]
-    bounds += [] if left is None else [f"ahead < -{left}"]
-    if bounds:
-        yield from _distances(code)
-        hidden = bounds[0] if len(bounds) == 1 else f"({bounds[0]}) | ({bounds[1]})"
-        yield f"scores = scores.masked_fill({hidden}, -torch.inf)"
-    if code.takes_mask:
-        yield "if mask is not None:"
-        yield "    scores = scores.masked_fill(~mask, -torch.inf)"
-
-
-def _softmax(code: Code, _: str) -> Lines:
-    if "sink" not in code.model.weights:
-        empty = ".nan_to_num(0.0)" if code.has_empty_rows else ""
-        yield f"weights = scores.softmax(-1){empty}"
-        return
-    yield "sink = sinks[:, None, None]"
-    yield "top = torch.maximum(scores.amax(-1, keepdim=True), sink)"
-    yield "powers = torch.exp(scores - top)"
-    yield "weights = powers / (powers.sum(-1, keepdim=True) + torch.exp(sink - top))"
-
-
-def _mask_and_softmax(code: Code, roles: str) -> Lines:
-    yield from _mask(code, roles)
-    yield from _softmax(code, roles)
-
-
-def _mix(code: Code, _: str) -> Lines:
-    yield "outputs = weights @ v"
-    if "wg" in code.model.weights:
-        heads, channels, _width = code.model.weights["wg"].shape
-        bias = " + bg" if "bg" in code.model.weights else ""
-        split = f".unflatten(2, ({heads}, {channels})).transpose(1, 2)"
-        yield f"gate = (x @ wg.T{bias}){split}"
-        yield "outputs = outputs / (1 + torch.exp(-gate))"
-
-
-def _output(code: Code, _: str) -> Lines:
-    bias = " + bo" if "bo" in code.model.weights else ""
-    yield f"output = outputs.transpose(1, 2).flatten(2) @ wo.T{bias}"
-
-
-def _cache(_code: Code, _: str) -> Lines:
-    yield "k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)"
-
-
-def _around(_code: Code, _: str) -> Lines:
-    yield "output = function(x.transpose(0, 1)).transpose(0, 1)"
-
-
-# ---- the place of each cause --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LinePlace:
-    """A place of lines in the code, in words, and the function that writes them."""
-
-    words: str
-    write: Callable[[Code, str], Lines]
-
-
-SIZES = LinePlace("where the sizes are set", _sizes)
-PROJECTIONS = LinePlace("where q, k and v are computed", _projections)
-NORMS = LinePlace("where q and k are normalised", _norms)
-NORM_AND_ROTATION = LinePlace("where q and k are normalised and rotated", _norm_and_rotation)
-FREQUENCIES = LinePlace("where the frequencies are computed", _frequencies)
-ANGLES = LinePlace("where the angles are computed", _angles)
-ROTATION = LinePlace("where q and k are rotated", _rotation)
-WHOLE_ROTATION = LinePlace("for the whole rotation", _whole_rotation)
-CACHE = LinePlace("where keys are added to the cache", _cache)
-GROUPS = LinePlace("where kv heads are repeated", _groups)
-SCORES = LinePlace("where the scores are computed", _scores)
-SOFTCAP = LinePlace("where scores are capped", _softcap)
-BIAS = LinePlace("where the bias is added to the scores", _bias)
-MASK = LinePlace("where keys are hidden", _mask)
-MASK_AND_SOFTMAX = LinePlace("from where keys are hidden to the softmax", _mask_and_softmax)
-SOFTMAX = LinePlace("in place of the softmax", _softmax)
-MIX = LinePlace("where values are mixed", _mix)
-OUTPUT = LinePlace("where the output is computed", _output)
-AROUND = LinePlace("around the function", _around)
-ON_WEIGHTS = LinePlace("once, on the weights", lambda *_: iter(()))
-
-PLACE_OF: Mapping[Cause, LinePlace] = {
-    catalogue.BIAS_MISSING: PROJECTIONS,
-    catalogue.SPLIT_WITHOUT_TRANSPOSE: PROJECTIONS,
-    catalogue.NUMBER_OF_HEADS: SIZES,
-    catalogue.QK_NORM_KIND: NORMS,
-    catalogue.QK_NORM_WEIGHT_OFFSET: NORMS,
-    catalogue.QK_NORM_EPS: NORMS,
-    catalogue.NORM_WEIGHTS_MISSING: NORMS,
-    catalogue.NORM_WEIGHTS_EXCHANGED: NORMS,
-    catalogue.NORM_WEIGHTS_ORDER: ON_WEIGHTS,
-    catalogue.QK_NORM_PLACE: NORM_AND_ROTATION,
-    catalogue.ROTARY_THETA: FREQUENCIES,
-    catalogue.ROTARY_EXPONENT_WIDTH: FREQUENCIES,
-    catalogue.ROTARY_SCALING_FACTOR: FREQUENCIES,
-    catalogue.ROTARY_SCALING_KIND: WHOLE_ROTATION,
-    catalogue.ROTARY_DTYPE: WHOLE_ROTATION,
-    catalogue.ROTARY_PARTIAL_WIDTH: WHOLE_ROTATION,
-    catalogue.ROTARY_MISSING: WHOLE_ROTATION,
-    catalogue.ROTARY_POSITION_OFFSET: WHOLE_ROTATION,
-    catalogue.ROTARY_AXIS: WHOLE_ROTATION,
-    catalogue.ROTARY_ATTENTION_FACTOR: WHOLE_ROTATION,
-    catalogue.ROTARY_PAIRING: ROTATION,
-    catalogue.ROTARY_WHOLE_HEAD_PAIRS: ROTATION,
-    catalogue.ROTARY_DIRECTION: ROTATION,
-    catalogue.ROTARY_APPLIED_TWICE: WHOLE_ROTATION,
-    catalogue.ROTARY_OTHER_CHANNELS: ROTATION,
-    catalogue.ROTARY_OVER_HEADS: WHOLE_ROTATION,
-    catalogue.ROTARY_SOME_HEADS: ROTATION,
-    catalogue.POSITION_IN_DECODING: ANGLES,
-    catalogue.KV_HEADS_TILED: GROUPS,
-    catalogue.ANOTHER_GROUP: GROUPS,
-    catalogue.SCALE: SCORES,
-    catalogue.SCALE_TWICE: SCORES,
-    catalogue.TEMPERATURE_BY_LENGTH: SCORES,
-    catalogue.SOFTCAP: SOFTCAP,
-    catalogue.DISTANCE_BIAS_COEFFICIENT: BIAS,
-    catalogue.DISTANCE_BIAS_SLOPE_RULE: BIAS,
-    catalogue.RELATIVE_BIAS_BUCKETS: BIAS,
-    catalogue.RELATIVE_BIAS_REVERSED: BIAS,
-    catalogue.RELATIVE_BIAS_RESHAPED: BIAS,
-    catalogue.MASK_POLARITY: MASK,
-    catalogue.MASK_ADDED_AS_NUMBERS: MASK,
-    catalogue.PADDING_IGNORED: MASK,
-    catalogue.PADDING_SIDE: MASK,
-    catalogue.PADDING_IN_DECODING: MASK,
-    catalogue.CAUSAL_ALIGNMENT: MASK,
-    catalogue.CAUSAL_MASK_MISSING: MASK,
-    catalogue.CAUSAL_MASK_INVERTED: MASK,
-    catalogue.WINDOW_MISSING: MASK,
-    catalogue.WINDOW_OFF_BY_ONE: MASK,
-    catalogue.WINDOW_IN_DECODING: MASK,
-    catalogue.WINDOW_SIDE: MASK,
-    catalogue.MASK_ALONG_QUERIES: MASK,
-    catalogue.MASK_AFTER_SOFTMAX: MASK_AND_SOFTMAX,
-    catalogue.SIGN: MASK_AND_SOFTMAX,
-    catalogue.FINITE_FOR_INF: MASK,
-    catalogue.EVICTED_KEYS: CACHE,
-    catalogue.CACHED_VALUES_LOST: CACHE,
-    catalogue.CACHE_JOINED_IN_ANOTHER_ORDER: CACHE,
-    catalogue.ROWS_WITHOUT_KEYS: SOFTMAX,
-    catalogue.SOFTMAX_AXIS: SOFTMAX,
-    catalogue.SOFTMAX_DTYPE: SOFTMAX,
-    catalogue.SINKS: SOFTMAX,
-    catalogue.ANOTHER_COLUMN_CUT_OFF: SOFTMAX,
-    catalogue.OUTPUT_GATE_MISSING: MIX,
-    catalogue.GATE_WITHOUT_SIGMOID: MIX,
-    catalogue.GATE_MERGED: MIX,
-    catalogue.WEIGHTS_TRANSPOSED: MIX,
-    catalogue.OUTPUT_PROJECTION_MISSING: OUTPUT,
-    catalogue.MERGE_WITHOUT_TRANSPOSE: OUTPUT,
-    catalogue.RESIDUAL_INSIDE: OUTPUT,
-    catalogue.BATCH_SEQUENCE_EXCHANGED: AROUND,
+# Causes whose lines are not the last ones of their first stage.
+PLACES: Mapping[LinePlace, tuple[Cause, ...]] = {
+    written.SIZES: (catalogue.NUMBER_OF_HEADS,),
+    written.PROJECTIONS: (catalogue.BIAS_MISSING, catalogue.SPLIT_WITHOUT_TRANSPOSE),
+    written.ON_WEIGHTS: (catalogue.NORM_WEIGHTS_ORDER,),
+    written.NORM_AND_ROTATION: (catalogue.QK_NORM_PLACE,),
+    written.FREQUENCIES: (
+        catalogue.ROTARY_THETA,
+        catalogue.ROTARY_EXPONENT_WIDTH,
+        catalogue.ROTARY_SCALING_FACTOR,
+    ),
+    written.WHOLE_ROTATION: (
+        catalogue.ROTARY_SCALING_KIND,
+        catalogue.ROTARY_DTYPE,
+        catalogue.ROTARY_PARTIAL_WIDTH,
+        catalogue.ROTARY_MISSING,
+        catalogue.ROTARY_POSITION_OFFSET,
+        catalogue.ROTARY_AXIS,
+        catalogue.ROTARY_ATTENTION_FACTOR,
+        catalogue.ROTARY_APPLIED_TWICE,
+        catalogue.ROTARY_OVER_HEADS,
+    ),
+    written.ANGLES: (catalogue.POSITION_IN_DECODING,),
+    written.GROUPS: (catalogue.KV_HEADS_TILED, catalogue.ANOTHER_GROUP),
+    written.SCORES: (catalogue.SCALE, catalogue.SCALE_TWICE, catalogue.TEMPERATURE_BY_LENGTH),
+    written.SOFTCAP: (catalogue.SOFTCAP,),
+    written.BIAS: (
+        catalogue.DISTANCE_BIAS_COEFFICIENT,
+        catalogue.DISTANCE_BIAS_SLOPE_RULE,
+        catalogue.RELATIVE_BIAS_BUCKETS,
+        catalogue.RELATIVE_BIAS_REVERSED,
+        catalogue.RELATIVE_BIAS_RESHAPED,
+    ),
+    written.MASK: (catalogue.PADDING_IN_DECODING,),
+    written.MASK_AND_SOFTMAX: (catalogue.MASK_AFTER_SOFTMAX, catalogue.SIGN),
+    written.CACHE: (
+        catalogue.EVICTED_KEYS,
+        catalogue.CACHED_VALUES_LOST,
+        catalogue.CACHE_JOINED_IN_ANOTHER_ORDER,
+    ),
+    written.OUTPUT: (
+        catalogue.OUTPUT_PROJECTION_MISSING,
+        catalogue.MERGE_WITHOUT_TRANSPOSE,
+        catalogue.RESIDUAL_INSIDE,
+    ),
+    written.AROUND: (catalogue.BATCH_SEQUENCE_EXCHANGED,),
 }
 # Causes that no line repairs -> the reason.
 WORDS_ALONE: Mapping[Cause, str] = {
@@ -456,6 +138,13 @@ WORDS_ALONE: Mapping[Cause, str] = {
 }
 
 
+def place_of(cause: Cause) -> LinePlace | None:
+    """Return where the lines stand that repair a cause; None where weights alone are wrong."""
+    stage = STAGES[cause.stages[0]]
+    usual = None if cause in WORDS_ALONE or stage.is_projection else stage.write[-1]
+    return next((place for place, causes in PLACES.items() if cause in causes), usual)
+
+
 @dataclass(frozen=True)
 class Repair:
     """Lines of code, and where they stand in the code in doubt, in words; or words alone."""
@@ -466,21 +155,24 @@ class Repair:
 
 def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repair | None:
     """Return the lines that repair a cause, or None; ``before`` is the model without the fault."""
-    cause, variant, place = named.cause, named.variant, PLACE_OF.get(named.cause)
+    cause, variant, place = named.cause, named.variant, place_of(named.cause)
     if cause in WORDS_ALONE or not _is_plain(code.settings):
         return None
     rows = write_weights(named, before)
-    if place is ROTATION and any("permutation" in name for name in named.equals):
+    if place is written.ROTATION and any("permutation" in name for name in named.equals):
         rows = _write_pairs(before, variant.model)
     if rows:
-        return Repair(translate(rows, code.language), ON_WEIGHTS.words)
+        return Repair(translate(rows, code.language), written.ON_WEIGHTS.words)
     weights = variant.model.weights.items()
     is_moved = any(x is not before.weights.get(name) for name, x in weights)  # a gate, by no line
-    if place in (None, ON_WEIGHTS) or (is_moved and place is MASK_AND_SOFTMAX):
+    if place in (None, written.ON_WEIGHTS) or (is_moved and place is written.MASK_AND_SOFTMAX):
         return None
-    place = MASK_AND_SOFTMAX if place is MASK and code.has_empty_rows else place
+    place = written.MASK_AND_SOFTMAX if place is written.MASK and code.has_empty_rows else place
     stated = variant.parameters.get("roles", "qkv")
-    lines, words = [*place.write(code, stated if place is PROJECTIONS else "qk")], place.words
+    lines, words = (
+        [*place.write(code, stated if place is written.PROJECTIONS else "qk")],
+        place.words,
+    )
     if "scale" in variant.parameters and "calls" not in variant.parameters:
         lines = [*_write_scale(code, variant.parameters["scale"], named.heads)]
         words = "before scores are capped, biased or masked"
@@ -492,8 +184,13 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
 
 def write_weights(named: NamedCause, before: AttentionModel) -> tuple[str, ...]:
     """Return the lines on weights that repair a cause of weights; () where none do."""
-    place, weights = PLACE_OF.get(named.cause), named.variant.model.weights
-    if named.cause in WORDS_ALONE or place not in (None, GROUPS, ON_WEIGHTS, MASK_AND_SOFTMAX):
+    place, weights = place_of(named.cause), named.variant.model.weights
+    if named.cause in WORDS_ALONE or place not in (
+        None,
+        written.GROUPS,
+        written.ON_WEIGHTS,
+        written.MASK_AND_SOFTMAX,
+    ):
         return ()
     return write_weight_lines(weights, before.weights)
 

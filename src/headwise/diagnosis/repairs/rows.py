@@ -15,6 +15,7 @@ from itertools import pairwise, permutations
 import torch
 from torch import Tensor
 
+from headwise.function.lines import write_number
 from headwise.function.weights import State
 from headwise.identify.moves.maps import TENSORS, join_rows, list_roles
 from headwise.identify.moves.move import find_factor_formula
@@ -100,7 +101,7 @@ def _transpose_back(expression: str) -> str:
     if expression in plain:
         return plain[expression]
     if " / " in expression and "reshape" not in expression:
-        return expression.replace("wo.T", "wo")
+        return expression.replace(".T", "")
     return f"{expression}.T" if expression.endswith(")") else f"({expression}).T"
 
 
@@ -223,12 +224,6 @@ def _list_factors(name: str, shape: str, heads: int, a: Tensor, b: Tensor) -> It
             numbers = ", ".join(write_number(float(each)) for each in by.flatten())
             blocks = f"{name}.reshape({heads}, {by_head.shape[1]}, -1)"
             yield f"({blocks} / torch.tensor([{numbers}]).reshape{axes}).reshape({shape})"
-
-
-def write_number(number: float) -> str:
-    """Return a number in code: as short as gives the same float64 to 12 digits."""
-    text = f"{number:.12g}"
-    return text if any(mark in text for mark in ".en") else f"{text}.0"
 
 
 def write_form(number: float, *, head_dim: int, width: int) -> str:

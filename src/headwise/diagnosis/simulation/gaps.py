@@ -1,19 +1,14 @@
 """Gaps between a model and recorded calls, and the rounding that explains them.
 
-Bounds a priori hold for a stage where all that it is made of was recorded.
-
-A sum of n products is off by at most n u times the sum of their absolute values, where u is half
-the distance of neighbouring numbers near 1 (Higham 2002, Accuracy and Stability of Numerical
-Algorithms, section 3.1). Products of 16-bit tensors are summed in float32, so that u is that of
-float32 there, and each stored result is off by up to its own U (docs/budget.md). Frequencies of a
-rotation are float32 in most libraries, so an angle is off by its size times the u of float32.
+Bounds a priori (`headwise.function.records`) hold for a stage where all that it is made of was
+recorded.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -21,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from headwise.diagnosis.simulation import model as simulated
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
-from headwise.function import distance, rotary, rounding
+from headwise.function import distance, rounding
+from headwise.function.records import FLOAT32, STAGES, largest_bias
 from headwise.function.spec import ABSENT
-from headwise.function.stages import BEFORE, STAGES, repeat_kv_heads
+from headwise.function.weights import KINDS
 
 MOST_KEPT = 1 << 22  # entries of a tensor whose moved copies are kept
 
@@ -55,20 +50,6 @@ SIDES = 2
 DRAWS = 3
 NEARER = 0.1  # of a difference that is as random as rounding
 FAR = 30  # times one draw's change: no three draws differ by as much
-FLOAT32 = rounding.Roundoff.of(torch.float32, with_reference=False).u
-WEIGHTS_OF = {
-    "q": ("wq", "bq"),
-    "k": ("wk", "bk"),
-    "v": ("wv", "bv"),
-    "q after norm": ("q_norm", "q_norms", "q_norm_bias", "q_norms_bias"),
-    "k after norm": ("k_norm", "k_norms", "k_norm_bias", "k_norms_bias"),
-    "q after rotary": ("q_norm", "q_norms", "q_norm_bias", "q_norms_bias"),
-    "k after rotary": ("k_norm", "k_norms", "k_norm_bias", "k_norms_bias"),
-    "scores": ("distances",),
-    "weights": ("sink",),
-    "head outputs": ("wg", "bg"),
-    "output": ("wo", "bo"),
-}
 
 
 def allow_output(
@@ -89,7 +70,7 @@ def allowed_difference(forced: ForcedStage) -> Tensor:
     """Return the difference that rounding explains, of the shape of the stage."""
     r = rounding.Roundoff.of(forced.call.dtype, with_reference=False)
     if _can_bound_by_formula(forced):
-        return SIDES * _BOUNDS[forced.stage](forced, r)
+        return SIDES * STAGES[forced.stage].bound(forced.given, r)
     call, is_bare = forced.call, not forced.call.stages and not forced.model.replaced
     if is_bare and call.dtype != torch.float64:
         exact = forced.result
@@ -104,16 +85,13 @@ def allowed_difference(forced: ForcedStage) -> Tensor:
         return allowed + rounding.last_rounding(exact.nan_to_num(0.0, 0.0, 0.0), call.dtype)
     # Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
     # (Higham 2002, section 3.1). Some draws of such factors stand for all.
-    exact = forced.result
-    changes = [_change_by_one_perturbation(forced, draw).amax() for draw in range(DRAWS)]
-    last = _count_summed_terms(forced) * r.u * exact.abs().nan_to_num(0.0, posinf=0.0)
-    return SIDES * (torch.stack(changes).amax().expand_as(exact) + last)
+    return SIDES * _change_by_rounding(forced, draws=DRAWS)
 
 
 def _can_bound_by_formula(forced: ForcedStage) -> bool:
     """True if all that the stage is made of was recorded, in its usual shape."""
     call, stage = forced.call, forced.stage
-    if any(before not in call.stages for before in BEFORE[stage]):
+    if any(before not in call.stages for before in STAGES[stage].before):
         return False
     if stage != "head outputs":
         return True
@@ -131,7 +109,7 @@ def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
     """
     if _can_bound_by_formula(forced):
         return False
-    return bool(apart.amax() > FAR * SIDES * _largest_change(forced))
+    return bool(apart.amax() > FAR * SIDES * _change_by_rounding(forced, draws=1).amax())
 
 
 def hopeless_difference(forced: ForcedStage) -> Tensor:
@@ -141,13 +119,14 @@ def hopeless_difference(forced: ForcedStage) -> Tensor:
     """
     if _can_bound_by_formula(forced):
         return torch.tensor(math.inf)
-    return FAR * FAR * SIDES * _largest_change(forced)
+    return FAR * FAR * SIDES * _change_by_rounding(forced, draws=1).amax()
 
 
-def _largest_change(forced: ForcedStage) -> Tensor:
-    last = rounding.Roundoff.of(forced.call.dtype, with_reference=False).u
-    size = forced.result.abs().nan_to_num(0.0, posinf=0.0).amax()
-    return _change_by_one_perturbation(forced, 0).amax() + _count_summed_terms(forced) * last * size
+def _change_by_rounding(forced: ForcedStage, *, draws: int) -> Tensor:
+    u = rounding.Roundoff.of(forced.call.dtype, with_reference=False).u
+    changes = [_change_by_one_perturbation(forced, draw).amax() for draw in range(draws)]
+    last = _count_summed_terms(forced) * u * forced.result.abs().nan_to_num(0.0, posinf=0.0)
+    return torch.stack(changes).amax() + last
 
 
 def _count_summed_terms(forced: ForcedStage) -> int:
@@ -189,117 +168,15 @@ def _round_bias(u: float, slopes: Tensor, forced: ForcedStage) -> Tensor:
     scores = forced.usual_result()
     draw = torch.Generator().manual_seed(0)
     signs = 2 * torch.randint(2, scores.shape[-2:], generator=draw, dtype=scores.dtype) - 1
-    return scores + u * signs * _largest_bias(slopes, forced.call)
-
-
-def _largest_bias(slopes: Tensor, call: RecordedCall) -> Tensor:
-    """Return the largest of what code may add to a score by position, (batch, heads, 1, keys).
-
-    A row may have a number in common, so that code adds slope * position of the key.
-    """
-    places = call.key_positions
-    farthest = torch.maximum(places, places.amax(-1, keepdim=True) - places)
-    return slopes.abs()[:, None, None] * farthest[:, None, None]
+    return scores + u * signs * largest_bias(slopes, forced.call.key_positions)
 
 
 def _name_used_weights(call: RecordedCall, stage: str) -> set[str]:
-    names = {*WEIGHTS_OF.get(stage, ())}
-    for earlier in BEFORE[stage]:
+    names = {*STAGES[stage].tensors}
+    for earlier in STAGES[stage].before:
         if earlier not in call.stages:
             names |= _name_used_weights(call, earlier)
     return names
-
-
-def _bound_projection(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    role, inputs = forced.stage, forced.call.inputs
-    return _bound_linear(forced, role, inputs.x if role == "q" else inputs.key_source, r)
-
-
-def _bound_linear(forced: ForcedStage, role: str, x: Tensor, r: rounding.Roundoff) -> Tensor:
-    weight, bias = forced.model.weights[f"w{role}"], forced.model.weights.get(f"b{role}")
-    sizes = torch.einsum("ble,hde->bhld", x.double().abs(), weight.abs())
-    sizes = sizes if bias is None else sizes + bias.abs()[:, None]
-    return (x.shape[-1] * r.u + r.U) * sizes
-
-
-def _bound_norm(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    x = forced.result
-    count = x.shape[1] * x.shape[3]
-    # a mean that is subtracted cancels digits of the largest entry
-    return (count * r.u + 8 * r.U) * x.abs().amax((1, 3), keepdim=True).expand_as(x)
-
-
-def _bound_rotation(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    bound = _bound_norm(forced, r)
-    form = forced.settings.rotation
-    if form is None or not form.width:
-        return bound
-    role = forced.stage[0]
-    call, x = forced.call, forced.result
-    positions = call.query_positions if role == "q" else call.new_key_positions
-    largest = positions.abs().max() * rotary.frequencies_of_rule(form).max()
-    size = forced[f"{role} after norm"].abs().amax(3, keepdim=True)
-    return bound + (8 * r.U + FLOAT32 * largest) * form.amplitude * size.expand_as(x)
-
-
-def _bound_scores(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    q, keys = forced["q after rotary"], forced.of_all_calls("k after rotary")
-    settings = forced.settings
-    sizes = q.abs() @ repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.factor)
-    bound = (q.shape[-1] * r.u + 8 * r.U) * sizes
-    scores = forced.result
-    if scores.shape == bound.shape:  # numbers that are added to products round at their size
-        bound = bound + 8 * r.U * scores.abs().nan_to_num(0.0, posinf=0.0)
-    if (slopes := distance.slopes_of(settings)) is not None:
-        bound = bound + (8 * r.U + FLOAT32) * _largest_bias(slopes, forced.call)
-    return bound
-
-
-def _bound_softmax(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    s, weights = forced["scores"], forced.result
-    seen = s.masked_fill(~s.isfinite(), 0.0)
-    largest = seen.abs().amax(-1, keepdim=True)
-    tiny = torch.finfo(forced.call.dtype).tiny
-    return (s.shape[-1] * r.u + (8 + 4 * largest) * r.U) * weights + tiny
-
-
-def _bound_head_outputs(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    weights = forced["weights"]
-    values = repeat_kv_heads(forced.of_all_calls("v"), heads=weights.shape[1]).abs()
-    # A fused kernel computes scores and weights again, with a rounding of its own.
-    again = _bound_softmax(replace(forced, stage="weights"), r)
-    again = again + 2 * weights.abs() * _bound_scores(forced, r).amax(-1, keepdim=True)
-    bound = (weights.shape[-1] * r.u + 2 * r.U) * (weights.abs() @ values) + again @ values
-    gates = simulated.output_gates(forced)
-    if gates is None:
-        return bound
-    # A sigmoid is steepest at 0, with 1/4, and its slope is at most its value.
-    size = _bound_linear(forced, "g", forced.call.inputs.x, r)
-    error = torch.minimum(size / 4, size * gates) + 6 * r.U * gates
-    return bound * gates + error * (weights.abs() @ values)
-
-
-def _bound_output(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    heads, bias = forced["head outputs"], forced.model.weights.get("bo")
-    joined = heads.abs().transpose(1, 2).flatten(2)
-    sizes = joined @ forced.model.weights["wo"].abs().flatten(0, 1)
-    sizes = sizes if bias is None else sizes + bias.abs()
-    return (heads.shape[1] * heads.shape[3] * r.u + 2 * r.U) * sizes
-
-
-_BOUNDS = {
-    "q": _bound_projection,
-    "k": _bound_projection,
-    "v": _bound_projection,
-    "q after norm": _bound_norm,
-    "k after norm": _bound_norm,
-    "q after rotary": _bound_rotation,
-    "k after rotary": _bound_rotation,
-    "scores": _bound_scores,
-    "weights": _bound_softmax,
-    "head outputs": _bound_head_outputs,
-    "output": _bound_output,
-}
 
 
 # (stage, number of the call, head); the head is -1 for the output, and where shapes differ.
@@ -357,7 +234,7 @@ class Gaps:
 
 
 def measure_gaps(
-    model: AttentionModel, calls: Sequence[RecordedCall], stages: Sequence[str] = STAGES
+    model: AttentionModel, calls: Sequence[RecordedCall], stages: Collection[str] = STAGES
 ) -> Gaps:
     """Compare recorded stages with those that the model computes from the stages before them.
 
@@ -367,7 +244,7 @@ def measure_gaps(
     # Stages that cannot be computed from recorded ones of other shapes.
     misshapen = set[str]().union(*[list_misshapen_stages(model, call) for call in calls])
     for stage in STAGES:
-        if not misshapen.isdisjoint(BEFORE[stage]):
+        if not misshapen.isdisjoint(STAGES[stage].before):
             misshapen.add(stage)
         if stage not in stages or stage in misshapen:
             continue
@@ -386,19 +263,18 @@ def list_misshapen_stages(model: AttentionModel, call: RecordedCall) -> set[str]
     """
     has_other_heads: set[str] = set()
     for stage, recorded in call.stages.items():
-        if stage in BEFORE and stage != "output":
-            role = stage[0] if stage[0] in "qkv" else "o"
-            count, width = model.weights[f"w{role}"].shape[:2]
+        if stage in STAGES and stage != "output":
+            count, width = model.weights[KINDS[0][STAGES[stage].role]].shape[:2]
             is_square = stage in ("scores", "weights")
             if recorded.shape[1] != count or (recorded.shape[3] != width and not is_square):
                 has_other_heads.add(stage)
     misshapen: set[str] = set()
     if not has_other_heads and len({len(x) for x in call.stages.values()}) == 1:
         return misshapen
-    for stage, before in BEFORE.items():
-        batches = {len(call.stages[each]) for each in before if each in call.stages}
-        if len(batches) > 1 or not (misshapen | has_other_heads).isdisjoint(before):
-            misshapen.add(stage)
+    for record in STAGES.values():
+        batches = {len(call.stages[each]) for each in record.before if each in call.stages}
+        if len(batches) > 1 or not (misshapen | has_other_heads).isdisjoint(record.before):
+            misshapen.add(record.name)
     return misshapen
 
 

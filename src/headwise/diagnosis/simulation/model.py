@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.function import gate, norm, rotary, stages
-from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec, RotaryRule
-from headwise.function.weights import State
+from headwise.function.records import STAGES, Given
+from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec
+from headwise.function.stages import visible_by_distance
+from headwise.function.weights import KINDS, State, bias_of, sizes_of
 
 Stages = Mapping[str, Tensor]
 
@@ -239,6 +240,22 @@ class AttentionModel:
     # Results of stages, shared with the models that are made of this one.
     memory: Memory = field(default_factory=Memory, repr=False, compare=False)
 
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The length of each axis of the weights, such as head_dim."""
+        return sizes_of(self.weights)
+
+    def projection(self, role: str) -> tuple[Any, Tensor | None]:
+        """Return the weight and the bias of a projection, None for one that is absent."""
+        name = KINDS[0][role]
+        return self.weights.get(name), self.weights.get(bias_of(name))
+
+    @property
+    def scales_values(self) -> bool:
+        """True if factors stand between the projection of values and that of the output."""
+        names = {*STAGES["v"].tensors[2:], *STAGES["head outputs"].tensors}
+        return not names.isdisjoint(self.weights)
+
     def with_settings(self, **changes: Any) -> AttentionModel:
         """Return the model with other settings; None is ABSENT."""
         stated: dict[str, Any] = {
@@ -293,7 +310,7 @@ class AttentionModel:
 
     def predict_all_stages(self, call: RecordedCall) -> dict[str, Tensor]:
         """Return every stage of the call, computed from its inputs alone."""
-        for stage in stages.STAGES:
+        for stage in STAGES:
             call = call.with_stages({**call.stages, stage: self.predict_stage(stage, call)})
         return dict(call.stages)
 
@@ -304,12 +321,14 @@ class AttentionModel:
         """
         narrow = replace(self, weights={name: x.to(dtype) for name, x in self.weights.items()})
         call = replace(call, stages={})
-        for each in stages.STAGES[: stages.STAGES.index(stage) + 1]:
+        for each in STAGES:
             is_exact = each in self.replaced
             model, kind = (self, torch.float64) if is_exact else (narrow, dtype)
             result = model.predict_stage(each, call.cast(kind)).to(dtype)
             call = call.with_stages({**call.stages, each: result})
-        return call.stages[stage]
+            if each == stage:
+                break
+        return result
 
 
 @dataclass(frozen=True)
@@ -330,6 +349,27 @@ class ForcedStage:
         """The settings of the model."""
         return self.model.settings
 
+    @cached_property
+    def given(self) -> Given:
+        """All that the formula of the stage reads."""
+        record, call, model = STAGES[self.stage], self.call, self.model
+        is_of_keys = record.role in "kv"
+        return Given(
+            role=record.role,
+            settings=model.settings,
+            tensors=[model.weights.get(name) for name in record.tensors],
+            parts=[self.of_all_calls(n) if n == record.cached else self[n] for n in record.before],
+            tokens=call.inputs.key_source if is_of_keys else call.inputs.x,
+            positions=call.new_key_positions if is_of_keys else call.query_positions,
+            key_positions=call.key_positions,
+            distances=key_query_distances(call),
+            mask=call.inputs.mask,
+            dtype=call.dtype,
+            compute=model.memory.compute,
+            result=lambda: self.result,
+            at=lambda stage: replace(self, stage=stage).given,
+        )
+
     def with_inputs(self, **changes: Any) -> ForcedStage:
         """Return the stage of a call with other inputs."""
         inputs = replace(self.call.inputs, **changes)
@@ -345,7 +385,7 @@ class ForcedStage:
         """Return the stage by the usual function."""
         if self.substitute is not None:
             return self.substitute(replace(self, substitute=None))
-        return USUAL[self.stage](self)
+        return STAGES[self.stage].compute(self.given)
 
     def __getitem__(self, stage: str) -> Tensor:
         """Return an earlier stage: as recorded, or else computed by the model."""
@@ -362,143 +402,12 @@ class ForcedStage:
         return self.model.memory.compute(torch.cat, parts, 2)
 
 
-# ---- the usual function of each stage, by `headwise.function.stages` ----------------------------
-
-
-def project_heads(forced: ForcedStage) -> Tensor:
-    """Return q, k or v: x @ weight + bias for each head."""
-    role, inputs = forced.stage, forced.call.inputs
-    x = inputs.x if role == "q" else inputs.key_source
-    weight, bias = forced.model.weights[f"w{role}"], forced.model.weights.get(f"b{role}")
-    return forced.model.memory.compute(stages.project_heads, x, weight, bias)
-
-
-def normalise_heads(forced: ForcedStage) -> Tensor:
-    """Return queries or keys after a norm before the rotation."""
-    return _apply_norm_at_place(forced, forced[forced.stage[0]], "before")
-
-
-def rotate_heads(forced: ForcedStage) -> Tensor:
-    """Return queries or keys after the rotation and a norm that follows it."""
-    role = forced.stage[0]
-    x, rule = forced[f"{role} after norm"], forced.settings.rotation
-    if rule is not None:
-        is_query = role == "q"
-        positions = forced.call.query_positions if is_query else forced.call.new_key_positions
-        offset = rule.q_offset if is_query else rule.k_offset
-        x = forced.model.memory.compute(_rotate_from_offset, rule, x, positions, offset)
-    return _apply_norm_at_place(forced, x, "after")
-
-
-def _rotate_from_offset(rule: RotaryRule, x: Tensor, positions: Tensor, offset: int) -> Tensor:
-    return rotary.rotate_by_rule(rule, x, positions + offset)
-
-
-def _apply_norm_at_place(forced: ForcedStage, x: Tensor, place: str) -> Tensor:
-    role, rule = forced.stage[0], forced.settings.norm
-    if rule is None or rule.place != place:
-        return x
-    weight, bias = (
-        forced.model.weights.get(f"{role}_norm"),
-        forced.model.weights.get(f"{role}_norm_bias"),
-    )
-    if weight is None:
-        weight, bias = (
-            forced.model.weights.get(f"{role}_norms"),
-            forced.model.weights.get(f"{role}_norms_bias"),
-        )
-    return forced.model.memory.compute(norm.normalise_heads, rule, x, weight, bias)
-
-
-def compute_scores(forced: ForcedStage) -> Tensor:
-    """Return the scores, -inf where a key is hidden."""
-    products, distances = scale_products(forced), key_query_distances(forced.call)
-    mask, table = forced.call.inputs.mask, forced.model.weights.get("distances")
-    return forced.model.memory.compute(
-        _bias_and_hide, forced.settings, products, distances, mask, table
-    )
-
-
-def scale_products(forced: ForcedStage) -> Tensor:
-    """Return scaled and softcapped products of queries and keys."""
-    q, k = forced["q after rotary"], forced.of_all_calls("k after rotary")
-    settings = forced.settings
-    scale, softcap = settings.factor, settings.cap
-    return forced.model.memory.compute(stages.scaled_products, q, k, scale=scale, softcap=softcap)
+def visible_keys(forced: ForcedStage) -> Tensor:
+    """Return True where a query may attend, (batch, 1 or heads, queries, keys)."""
+    call = forced.call
+    return visible_by_distance(forced.settings, key_query_distances(call), call.inputs.mask)
 
 
 def key_query_distances(call: RecordedCall) -> Tensor:
     """Return position of the key less that of the query, (batch, 1, queries, keys)."""
     return subtract_positions(call.key_positions, call.query_positions)
-
-
-def _bias_and_hide(
-    settings: AttentionSpec,
-    products: Tensor,
-    distances: Tensor,
-    mask: Tensor | None,
-    table: Tensor | None,
-) -> Tensor:
-    bias = stages.distance_bias(settings, distances, table)
-    scores = products if bias is None else products + bias
-    return scores.masked_fill(~_visible_keys(settings, distances, mask), -torch.inf)
-
-
-def _visible_keys(settings: AttentionSpec, distances: Tensor, mask: Tensor | None) -> Tensor:
-    seen = stages.visible_by_distance(settings, distances)
-    return seen if mask is None else seen & mask
-
-
-def visible_keys(forced: ForcedStage) -> Tensor:
-    """Return True where a query may attend, (batch, 1 or heads, queries, keys)."""
-    call = forced.call
-    return _visible_keys(forced.settings, key_query_distances(call), call.inputs.mask)
-
-
-def softmax_scores(forced: ForcedStage) -> Tensor:
-    """Return the weights of the scores; a row without keys is 0."""
-    return forced.model.memory.compute(
-        stages.weights_from_scores, forced["scores"], forced.model.weights.get("sink")
-    )
-
-
-def mix_values(forced: ForcedStage) -> Tensor:
-    """Return weights @ values for each head, times its output gate."""
-    outputs = forced.model.memory.compute(
-        stages.mix_values, forced["weights"], forced.of_all_calls("v")
-    )
-    gates = output_gates(forced)
-    return outputs if gates is None else forced.model.memory.compute(torch.mul, outputs, gates)
-
-
-def output_gates(forced: ForcedStage) -> Tensor | None:
-    """Return the factors of the head outputs, None without an output gate."""
-    weight, bias = forced.model.weights.get("wg"), forced.model.weights.get("bg")
-    if weight is None:
-        return None
-    return forced.model.memory.compute(gate.output_gate, forced.call.inputs.x, weight, bias)
-
-
-def project_output(forced: ForcedStage) -> Tensor:
-    """Return the projected head outputs."""
-    heads, weight, bias = (
-        forced["head outputs"],
-        forced.model.weights["wo"],
-        forced.model.weights.get("bo"),
-    )
-    return forced.model.memory.compute(stages.project_output, heads, weight, bias)
-
-
-USUAL: Mapping[str, StageFunction] = {
-    "q": project_heads,
-    "k": project_heads,
-    "v": project_heads,
-    "q after norm": normalise_heads,
-    "k after norm": normalise_heads,
-    "q after rotary": rotate_heads,
-    "k after rotary": rotate_heads,
-    "scores": compute_scores,
-    "weights": softmax_scores,
-    "head outputs": mix_values,
-    "output": project_output,
-}

@@ -95,8 +95,8 @@ class Reading:
     def __post_init__(self) -> None:
         self.batch, self.queries = self.call.inputs.x.shape[:2]
         self.keys = self.call.inputs.key_source.shape[1]
-        heads, head_dim = self.model.weights["wq"].shape[:2]
-        kv_heads, value_dim = self.model.weights["wv"].shape[:2]
+        axes = ("heads", "head_dim", "kv_heads", "value_dim")
+        heads, head_dim, kv_heads, value_dim = (self.model.sizes[axis] for axis in axes)
         weights = self.site.products[0].weights.value.numel() * len(self.site.products)
         actual = weights // (self.batch * self.queries * self.keys)
         if actual and actual != heads and (heads * head_dim) % actual == 0:

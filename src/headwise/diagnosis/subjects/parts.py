@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import OptionError, ShapeError
-from headwise.function.stages import STAGES
+from headwise.function.records import STAGES
 from headwise.layers.hooks import record_modules
 
 Result = TypeVar("Result")

@@ -35,7 +35,7 @@ from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.parts import Parts
 from headwise.diagnosis.subjects.subject import Subject, describe_error
 from headwise.errors import OptionError, ShapeError
-from headwise.function.stages import STAGES
+from headwise.function.records import STAGES
 from headwise.support.files import write_whole
 
 ENDINGS = (".npz", ".safetensors")

@@ -86,7 +86,7 @@ class Subject(ABC):
         model = self.model
         if model is None:
             return None
-        return model.weights["wq"].shape[2], model.weights["wk"].shape[2]
+        return model.sizes["embed_dim"], model.sizes["source_dim"]
 
     @abstractmethod
     def output(self, inputs: Inputs) -> Tensor:

@@ -1,0 +1,317 @@
+"""Stages of attention as records: what a stage is made of, its formula, and its rounding.
+
+A bound holds where all that a stage is made of is the same on both sides. A sum of n products is
+off by at most n u times the sum of their absolute values, where u is half the distance of
+neighbouring numbers near 1 (Higham 2002, Accuracy and Stability of Numerical Algorithms, section
+3.1). Products of 16-bit tensors are summed in float32, so that u is that of float32 there, and each
+stored result is off by up to its own U (docs/budget.md). Frequencies of a rotation are float32 in
+most libraries, so an angle is off by its size times the u of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.function import lines, rotary, stages
+from headwise.function.distance import slopes_of
+from headwise.function.gate import output_gate
+from headwise.function.norm import normalise_heads
+from headwise.function.rounding import Roundoff
+from headwise.function.spec import AttentionSpec, RotaryRule
+from headwise.function.weights import KINDS
+
+FLOAT32 = Roundoff.of(torch.float32, with_reference=False).u
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """All that the formula of a stage reads in one call of an attention."""
+
+    role: str  # whose heads the stage has
+    settings: AttentionSpec
+    tensors: Sequence[Any]  # those that the record names, None for one that is absent
+    parts: Sequence[Tensor]  # the stages before it; keys and values of all calls
+    tokens: Tensor  # (batch, length, width), of keys and values for their stages, else of queries
+    positions: Tensor  # of these tokens, (batch, length)
+    key_positions: Tensor  # of all keys, (batch, keys)
+    distances: Tensor  # positions of keys less those of queries, (batch, 1, queries, keys)
+    mask: Tensor | None  # the caller's
+    dtype: torch.dtype  # of the arithmetic that is bounded
+    compute: Callable[..., Tensor]  # returns a pure function of its arguments, and may remember it
+    result: Callable[[], Tensor]  # returns the stage, whose rounding is bounded
+    at: Callable[[str], Given]  # returns what is given for another stage of the call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of attention: what it is made of, its formula, its rounding and its lines of code."""
+
+    name: str  # as reports print it
+    role: str = "o"  # whose heads it has; "o" for those of the output projection
+    before: tuple[str, ...] = ()  # the stages that it is computed from, in order
+    cached: str = ""  # the one of them that is read of earlier calls too; "" for none
+    tensors: tuple[str, ...]  # canonical ones that it uses
+    compute: Callable[[Given], Tensor]
+    bound: Callable[[Given, Roundoff], Tensor]  # of the rounding of one side
+    write: tuple[lines.LinePlace, ...]  # its lines in order; faults mostly are in the last
+
+    @property
+    def is_projection(self) -> bool:
+        """True if it multiplies by the weights of its role."""
+        return KINDS[0][self.role] in self.tensors
+
+
+# ---- q, k, v and the output ----------------------------------------------------------------------
+
+
+def _project(given: Given) -> Tensor:
+    return given.compute(stages.project_heads, given.tokens, *given.tensors)
+
+
+def _bound_projection(given: Given, r: Roundoff) -> Tensor:
+    return _bound_linear(r, given.tokens, *given.tensors)
+
+
+def _bound_linear(r: Roundoff, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    sizes = torch.einsum("ble,hde->bhld", x.double().abs(), weight.abs())
+    sizes = sizes if bias is None else sizes + bias.abs()[:, None]
+    return (x.shape[-1] * r.u + r.U) * sizes
+
+
+def _project_output(given: Given) -> Tensor:
+    return given.compute(stages.project_output, *given.parts, *given.tensors)
+
+
+def _bound_output(given: Given, r: Roundoff) -> Tensor:
+    (heads,), (weight, bias) = given.parts, given.tensors
+    sizes: Tensor = stages.merge_heads(heads.abs()) @ weight.abs().flatten(0, 1)
+    sizes = sizes if bias is None else sizes + bias.abs()
+    return (heads.shape[1] * heads.shape[3] * r.u + 2 * r.U) * sizes
+
+
+# ---- norms and rotation --------------------------------------------------------------------------
+
+
+def _norms_of(role: str) -> tuple[str, ...]:
+    return tuple(f"{role}_{kind}{bias}" for bias in ("", "_bias") for kind in ("norm", "norms"))
+
+
+def _normalise_before(given: Given) -> Tensor:
+    return _normalise(given, given.parts[0], "before")
+
+
+def _normalise(given: Given, x: Tensor, place: str) -> Tensor:
+    rule = given.settings.norm
+    if rule is None or rule.place != place:
+        return x
+    weight, rows, bias, bias_rows = given.tensors
+    held = (rows, bias_rows) if weight is None else (weight, bias)
+    return given.compute(normalise_heads, rule, x, *held)
+
+
+def _bound_norm(given: Given, r: Roundoff) -> Tensor:
+    x = given.result()
+    count = x.shape[1] * x.shape[3]
+    # a mean that is subtracted cancels digits of the largest entry
+    return (count * r.u + 8 * r.U) * x.abs().amax((1, 3), keepdim=True).expand_as(x)
+
+
+def _rotate(given: Given) -> Tensor:
+    (x,), rule = given.parts, given.settings.rotation
+    if rule is not None:
+        offset = rule.q_offset if given.role == "q" else rule.k_offset
+        x = given.compute(_rotate_from_offset, rule, x, given.positions, offset)
+    return _normalise(given, x, "after")
+
+
+def _rotate_from_offset(rule: RotaryRule, x: Tensor, positions: Tensor, offset: float) -> Tensor:
+    return rotary.rotate_by_rule(rule, x, positions + offset)
+
+
+def _bound_rotation(given: Given, r: Roundoff) -> Tensor:
+    bound, rule = _bound_norm(given, r), given.settings.rotation
+    if rule is None or not rule.width:
+        return bound
+    largest = given.positions.abs().max() * rotary.frequencies_of_rule(rule).max()
+    size = given.parts[0].abs().amax(3, keepdim=True)
+    return bound + (8 * r.U + FLOAT32 * largest) * rule.amplitude * size.expand_as(given.result())
+
+
+# ---- scores and weights --------------------------------------------------------------------------
+
+
+def scale_products(given: Given) -> Tensor:
+    """Return scaled and softcapped products of queries and keys."""
+    settings = given.settings
+    options = {"scale": settings.factor, "softcap": settings.cap}
+    return given.compute(stages.scaled_products, *given.parts, **options)
+
+
+def _score(given: Given) -> Tensor:
+    products, (table,) = scale_products(given), given.tensors
+    return given.compute(
+        _bias_and_hide, given.settings, products, given.distances, given.mask, table
+    )
+
+
+def _bias_and_hide(
+    settings: AttentionSpec,
+    products: Tensor,
+    distances: Tensor,
+    mask: Tensor | None,
+    table: Tensor | None,
+) -> Tensor:
+    bias = stages.distance_bias(settings, distances, table)
+    scores = products if bias is None else products + bias
+    return scores.masked_fill(~stages.visible_by_distance(settings, distances, mask), -torch.inf)
+
+
+def largest_bias(slopes: Tensor, key_positions: Tensor) -> Tensor:
+    """Return the largest of what code may add to a score by position, (batch, heads, 1, keys).
+
+    A row may have a number in common, so that code adds slope * position of the key.
+    """
+    ends = key_positions.amax(-1, keepdim=True)
+    farthest = torch.maximum(key_positions, ends - key_positions)
+    return slopes.abs()[:, None, None] * farthest[:, None, None]
+
+
+def _bound_products(given: Given, r: Roundoff, scores: Tensor | None = None) -> Tensor:
+    (q, keys), settings = given.parts, given.settings
+    keys = stages.repeat_kv_heads(keys, heads=q.shape[1])
+    bound = (q.shape[-1] * r.u + 8 * r.U) * (q.abs() @ keys.abs().mT * abs(settings.factor))
+    if scores is not None and scores.shape == bound.shape:
+        # numbers that are added to products round at their size
+        bound = bound + 8 * r.U * scores.abs().nan_to_num(0.0, posinf=0.0)
+    if (slopes := slopes_of(settings)) is not None:
+        bound = bound + (8 * r.U + FLOAT32) * largest_bias(slopes, given.key_positions)
+    return bound
+
+
+def _bound_scores(given: Given, r: Roundoff) -> Tensor:
+    return _bound_products(given, r, given.result())
+
+
+def _softmax(given: Given) -> Tensor:
+    return given.compute(stages.weights_from_scores, *given.parts, *given.tensors)
+
+
+def _bound_softmax(given: Given, r: Roundoff) -> Tensor:
+    (s,), weights = given.parts, given.result()
+    largest = s.masked_fill(~s.isfinite(), 0.0).abs().amax(-1, keepdim=True)
+    return (s.shape[-1] * r.u + (8 + 4 * largest) * r.U) * weights + torch.finfo(given.dtype).tiny
+
+
+# ---- head outputs --------------------------------------------------------------------------------
+
+
+def _mix(given: Given) -> Tensor:
+    outputs = given.compute(stages.mix_values, *given.parts)
+    gates = output_gates(given)
+    return outputs if gates is None else given.compute(torch.mul, outputs, gates)
+
+
+def output_gates(given: Given) -> Tensor | None:
+    """Return the factors of the head outputs, None without an output gate."""
+    weight, bias = given.tensors
+    return None if weight is None else given.compute(output_gate, given.tokens, weight, bias)
+
+
+def _bound_mix(given: Given, r: Roundoff) -> Tensor:
+    weights, values = given.parts
+    values = stages.repeat_kv_heads(values, heads=weights.shape[1]).abs()
+    # A fused kernel computes scores and weights again, with a rounding of its own.
+    again = _bound_softmax(given.at("weights"), r)
+    products = _bound_products(given.at("scores"), r)
+    again = again + 2 * weights.abs() * products.amax(-1, keepdim=True)
+    bound = (weights.shape[-1] * r.u + 2 * r.U) * (weights.abs() @ values) + again @ values
+    if (gates := output_gates(given)) is None:
+        return bound
+    # A sigmoid is steepest at 0, with 1/4, and its slope is at most its value.
+    size = _bound_linear(r, given.tokens, *given.tensors)
+    error = torch.minimum(size / 4, size * gates) + 6 * r.U * gates
+    return bound * gates + error * (weights.abs() @ values)
+
+
+# ---- all stages ----------------------------------------------------------------------------------
+
+_PROJECTIONS = (
+    Stage(
+        name=role,
+        role=role,
+        tensors=(f"w{role}", f"b{role}"),
+        compute=_project,
+        bound=_bound_projection,
+        write=(lines.PROJECTIONS,),
+    )
+    for role in "qkv"
+)
+_NORMS = (
+    Stage(
+        name=f"{role} after norm",
+        role=role,
+        before=(role,),
+        tensors=_norms_of(role),
+        compute=_normalise_before,
+        bound=_bound_norm,
+        write=(lines.NORMS,),
+    )
+    for role in "qk"
+)
+_ROTATIONS = (
+    Stage(
+        name=f"{role} after rotary",
+        role=role,
+        before=(f"{role} after norm",),
+        tensors=_norms_of(role),
+        compute=_rotate,
+        bound=_bound_rotation,
+        write=(lines.FREQUENCIES, lines.ANGLES, lines.ROTATION),
+    )
+    for role in "qk"
+)
+_ATTENTION = (
+    Stage(
+        name="scores",
+        before=("q after rotary", "k after rotary"),
+        cached="k after rotary",
+        tensors=("distances",),
+        compute=_score,
+        bound=_bound_scores,
+        write=(lines.GROUPS, lines.SCORES, lines.SOFTCAP, lines.BIAS, lines.MASK),
+    ),
+    Stage(
+        name="weights",
+        before=("scores",),
+        tensors=("sink",),
+        compute=_softmax,
+        bound=_bound_softmax,
+        write=(lines.SOFTMAX,),
+    ),
+    Stage(
+        name="head outputs",
+        before=("weights", "v"),
+        cached="v",
+        tensors=("wg", "bg"),
+        compute=_mix,
+        bound=_bound_mix,
+        write=(lines.MIX,),
+    ),
+    Stage(
+        name="output",
+        before=("head outputs",),
+        tensors=("wo", "bo"),
+        compute=_project_output,
+        bound=_bound_output,
+        write=(lines.OUTPUT,),
+    ),
+)
+# All stages by name, in order.
+STAGES = {each.name: each for each in (*_PROJECTIONS, *_NORMS, *_ROTATIONS, *_ATTENTION)}
+# The role of a projection -> its stage.
+STAGE_OF = {stage.role: stage.name for stage in STAGES.values() if stage.is_projection}
