@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.diagnosis.patterns import describe_calls, describe_positions
+from headwise.diagnosis.explained import describe_calls, describe_positions
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.source import CheckpointSource
-from headwise.diagnosis import functions, models, probes, watch
-from headwise.diagnosis.layers import Comparison
+from headwise.diagnosis import functions, model_runs, probes, watch
+from headwise.diagnosis.attentions import Comparison
 from headwise.diagnosis.probes import ComparisonInputs
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.diagnosis.subjects import layers, recording, steps, subject, transformers
@@ -104,7 +104,7 @@ def _compare(
         return _compare_stored_weights(a, b)
     if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
         _refuse_gradient_comparison("whole models", asked=gradients)
-        return models.compare_runs(*runs)
+        return model_runs.compare_runs(*runs)
     return _compare_layers(a, b, inputs, gradients=gradients, parts=parts)
 
 

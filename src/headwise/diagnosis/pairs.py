@@ -19,10 +19,10 @@ from torch import Tensor
 
 from headwise.diagnosis import watch
 from headwise.diagnosis.causes.evidence import Evidence, Variant
+from headwise.diagnosis.causes.parts import merge_models
 from headwise.diagnosis.fit import compute_residuals, fit_numbers, heads_by_stage
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import Cell, measure_gaps
-from headwise.diagnosis.simulation.merging import merge_models
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.diagnosis.trials import (
     NamedCause,

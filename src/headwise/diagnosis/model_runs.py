@@ -7,7 +7,7 @@ settings and weights state, and, where the inputs are the same, whether the reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,29 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import probes, search, unseen
+from headwise.diagnosis import probes, unseen
+from headwise.diagnosis.explained import ExplainedCalls
 from headwise.diagnosis.outputs.runs import Runs
-from headwise.diagnosis.patterns import list_visible_keys
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import (
     AttentionModel,
-    Inputs,
     RecordedCall,
     key_query_distances,
 )
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, relative_difference_norm
-from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
+from headwise.diagnosis.subjects.subject import describe_dropout_difference
 from headwise.errors import OptionError, ShapeError
-from headwise.function.rounding import BACKWARD, exceeds_rounding
+from headwise.function.rounding import exceeds_rounding
 from headwise.function.stages import STAGES
 from headwise.identify import catalogue
 from headwise.identify.comparison import (
     SEED,
     FunctionComparison,
-    GradientGap,
     LayerComparison,
     ModelComparison,
     PartedStage,
+    format_noun_with_numbers,
 )
 from headwise.identify.results import Diagnosis, Verdict
 
@@ -200,7 +199,7 @@ class LayerPair:
             strict=True,
         )
         known, explained = (
-            search.ExplainedCalls(causal, [bare], [self.first.inputs], stored, side=side)
+            ExplainedCalls(causal, [bare], [self.first.inputs], stored, side=side)
             for call, stored, side in given
             for causal, bare in [_take_causality(model, call)]
         )
@@ -291,7 +290,7 @@ class LayerPair:
 
     def _report_explained_calls(
         self,
-        explained: search.ExplainedCalls,
+        explained: ExplainedCalls,
         named: Named,
         *,
         exchanged_with: str = "",
@@ -299,7 +298,7 @@ class LayerPair:
     ) -> LayerComparison:
         """Report the calls: by an exchange, else by the causes named before where they suffice."""
         parted = tuple(explained.gaps.stages_beyond_rounding)
-        shown: search.ExplainedCalls | None = None
+        shown: ExplainedCalls | None = None
         if exchanged_with:
             explained = replace(explained, candidates=())
         elif parted:
@@ -326,8 +325,8 @@ class LayerPair:
         return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
 
     def _explain_by_outputs(
-        self, explained: search.ExplainedCalls, named: Named, *, again: bool
-    ) -> search.ExplainedCalls | None:
+        self, explained: ExplainedCalls, named: Named, *, again: bool
+    ) -> ExplainedCalls | None:
         """Return what explains the outputs of an attention that can be run on other tokens.
 
         None where one cause of the recorded stages does, or nothing does. ``again`` tries all
@@ -349,7 +348,7 @@ class LayerPair:
                 return shown
         return None
 
-    def _explain_with_roles_swapped(self) -> search.ExplainedCalls | None:
+    def _explain_with_roles_swapped(self) -> ExplainedCalls | None:
         """Return the call of the second as the first explains it, by heads that it lacks.
 
         None where they leave anything, or the first does not run as stated.
@@ -359,7 +358,7 @@ class LayerPair:
         if measure_gaps(model, [self.mine.call]).cells_beyond_rounding:
             return None
         swapped = LayerPair(self.second, self.first, self.theirs, self.mine)
-        other = search.ExplainedCalls(
+        other = ExplainedCalls(
             model,
             [swapped._call_to_explain],
             [self.first.inputs],
@@ -433,34 +432,15 @@ def _take_causality(
     return model.with_settings(window=(None, 0)), replace(call, inputs=inputs)
 
 
-def compare_gradients(
-    first: Subject, second: Subject, probes: Sequence[Inputs], *, with_weights: bool
-) -> tuple[GradientGap, ...]:
-    """Compare the gradients of inputs and, ``with_weights``, of the weights that both have.
-
-    Each gradient is that of the sum of output * direction, where the direction is random. The
-    worst of all probes is reported.
-
-    Raises:
-        OptionError: the gradients of one cannot be had.
-    """
-    worst: dict[str, GradientGap] = {}
-    for inputs in probes:
-        generator = torch.Generator().manual_seed(SEED)
-        shape = second.output(inputs).shape
-        direction = torch.randn(shape, generator=generator, dtype=torch.float64)
-        wide, narrow = (
-            [subject.gradients(inputs, direction, dtype) for subject in (first, second)]
-            for dtype in (torch.float64, torch.float32)
-        )
-        for name in wide[0]:  # in this order in every run, which a set has not
-            if name in wide[1] and (with_weights or name in ("x", "source")):
-                pairs = zip(narrow, wide, strict=True)
-                allowed = BACKWARD * max(
-                    relative_difference_norm(n[name], w[name]) for n, w in pairs
-                )
-                size = relative_difference_norm(wide[0][name], wide[1][name])
-                known = worst.get(name)
-                if known is None or size * known.allowed > known.size * allowed:
-                    worst[name] = GradientGap(name=name, size=size, allowed=allowed)
-    return tuple(worst.values())
+def list_visible_keys(first: RecordedCall, second: RecordedCall) -> Iterator[str]:
+    """Yield which queries see keys by one mask that they do not see by the other."""
+    masks = [call.inputs.mask for call in (first, second) if call.inputs.mask is not None]
+    if len(masks) < 2 or masks[0].shape[2:] != masks[1].shape[2:]:
+        return
+    for side, (mine, other) in (("first", masks), ("second", masks[::-1])):
+        pairs = (mine & ~other).flatten(0, 1).any(0)
+        queries, keys = (pairs.any(axis).nonzero().flatten().tolist() for axis in (1, 0))
+        if queries:
+            who = format_noun_with_numbers("position", queries)
+            some = "" if int(pairs.sum()) == len(queries) * len(keys) else "some of "
+            yield f"{who} of the {side} also see {some}{format_noun_with_numbers('key', keys)}"
