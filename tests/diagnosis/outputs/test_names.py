@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, compare
+from headwise.diagnosis.outputs import reading
 from headwise.diagnosis.outputs.names import FEWEST, find_output_moves
 from headwise.diagnosis.outputs.runs import Runs, agrees
 from headwise.diagnosis.simulation.model import AttentionModel
