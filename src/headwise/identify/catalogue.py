@@ -38,6 +38,7 @@ class Cause:
     is_statistical: bool = False  # numbers are only likely by this cause; exact ones come first
     remedy: str = "undo it in {weights}: {move}"  # makes weights right again that moved so
     unexpected: str = ""  # the name where the side in doubt has what the other one lacks
+    place: str = ""  # in code, whose lines repair it (`PLACES` of `diagnosis/repairs/lines.py`)
 
     @property
     def page(self) -> str:
@@ -117,9 +118,13 @@ ROTARY_PERMUTATION_HEADS = Cause(
     "rotary permutation with a wrong number of heads", PROJECTED, REPORTED, cost=1.02
 )
 ROTARY_PERMUTATION_WIDTH = Cause("rotary permutation of another width", PROJECTED, cost=1.03)
-KV_HEADS_TILED = Cause("kv heads tiled instead of repeated", WITH_HEADS, REPORTED, cost=1.04)
+KV_HEADS_TILED = Cause(
+    "kv heads tiled instead of repeated", WITH_HEADS, REPORTED, cost=1.04, place="groups"
+)
 SHARD_ORDER = Cause("shards joined in the wrong order", PROJECTED, REPORTED, cost=1.06)
-SIGN = Cause("sign", ("q", "k", "v", "scores", "head outputs", "output"), cost=1.07)
+SIGN = Cause(
+    "sign", ("q", "k", "v", "scores", "head outputs", "output"), cost=1.07, place="mask_and_softmax"
+)
 FACTOR = Cause("factor", PROJECTED, REPORTED, cost=1.08)
 ROWS_ZERO = Cause(
     "rows zero", PROJECTED, REPORTED, cost=1.07, remedy="load {weights} again: zero in {text}"
@@ -130,71 +135,100 @@ WEIGHTS_ROUNDED = Cause(
     REPORTED,
     remedy="load the weights in a wider dtype than {text}",
 )
-BIAS_MISSING = Cause("bias missing", PROJECTED, STATED, remedy="load the biases {biases}")
+BIAS_MISSING = Cause(
+    "bias missing", PROJECTED, STATED, remedy="load the biases {biases}", place="projections"
+)
 INITIAL_WEIGHTS = Cause(
     "weights at their initial values", PROJECTED, REPORTED, is_statistical=True, remedy=NOT_LOADED
 )
-OUTPUT_PROJECTION_MISSING = Cause("output projection missing", ("output",))
+OUTPUT_PROJECTION_MISSING = Cause("output projection missing", ("output",), place="output")
 MODULE_BYPASSED = Cause("projection never called", PROJECTED, cost=0.5)
 ADAPTERS_MERGED = Cause("adapters merged or not", PROJECTED, REPORTED, cost=2.2)
-SCALE = Cause("scale", SCORES, STATED)
-ROTARY_THETA = Cause("rotary theta", ROTATED, STATED)
-ROTARY_PAIRING = Cause("rotary pairing", ROTATED, STATED)
-ROTARY_PARTIAL_WIDTH = Cause("rotary partial width", ROTATED, STATED)
-ROTARY_DTYPE = Cause("rotary dtype", ROTATED)
-ROTARY_EXPONENT_WIDTH = Cause("rotary exponent width", ROTATED, REPORTED, cost=0.9)
-ROTARY_ATTENTION_FACTOR = Cause("rotary attention factor", ROTATED, STATED)
-ROTARY_MISSING = Cause("rotary missing", ROTATED, STATED, cost=0.9, unexpected="rotary unexpected")
-ROTARY_WHOLE_HEAD_PAIRS = Cause("rotary pairs across the whole head", ROTATED, REPORTED)
-ROTARY_POSITION_OFFSET = Cause("rotary position offset", ROTATED)
-ROTARY_DIRECTION = Cause("rotary direction", ROTATED, cost=0.95)
-ROTARY_APPLIED_TWICE = Cause("rotary applied twice", ROTATED)
-ROTARY_AXIS = Cause("rotary axis", ROTATED, REPORTED)
-ROTARY_OTHER_CHANNELS = Cause("rotary on other channels", ROTATED)
-ROTARY_OVER_HEADS = Cause("rotary over all heads at once", ROTATED, REPORTED)
-ROTARY_ON_VALUES = Cause("rotary on values", ("v", "head outputs"), REPORTED)
-ROTARY_SOME_HEADS = Cause("rotary on some heads only", ROTATED, REPORTED, cost=0.3)
-ROTARY_SCALING_FACTOR = Cause("rotary scaling factor", ROTATED, STATED, cost=1.06)
-ROTARY_SCALING_KIND = Cause("rotary scaling kind", ROTATED, STATED, cost=1.05)
-QK_NORM_KIND = Cause("qk-norm kind", NORMED, STATED, is_whole=True)
-QK_NORM_PLACE = Cause("qk-norm place", NORMED, REPORTED)
-QK_NORM_WEIGHT_OFFSET = Cause("qk-norm weight offset", NORMED, REPORTED)
-QK_NORM_EPS = Cause("qk-norm eps", NORMED, STATED, cost=1.1)
-NORM_WEIGHTS_MISSING = Cause("norm weights missing", NORMED)
-NORM_WEIGHTS_EXCHANGED = Cause("norm weights of q and k exchanged", NORMED)
-NORM_WEIGHTS_ORDER = Cause("norm weights in another order", NORMED)
-NORM_OF_ANOTHER_ROLE = Cause("norm on another role", ("v", *NORMED))
-DISTANCE_BIAS_COEFFICIENT = Cause("distance bias coefficient", SCORES, STATED, cost=0.9)
-DISTANCE_BIAS_SLOPE_RULE = Cause("distance bias slope rule", SCORES, REPORTED)
-RELATIVE_BIAS_BUCKETS = Cause("relative bias buckets", SCORES, STATED)
-RELATIVE_BIAS_REVERSED = Cause("relative bias reversed", SCORES)
-RELATIVE_BIAS_RESHAPED = Cause("relative bias reshaped", SCORES)
-TEMPERATURE_BY_LENGTH = Cause("temperature by length", SCORES, cost=1.05)
-SCALE_TWICE = Cause("scale twice", SCORES, REPORTED, cost=1.2)
-SOFTCAP = Cause("softcap", SCORES, STATED)
-SINKS = Cause("sinks", WEIGHTS, REPORTED)
-OUTPUT_GATE_MISSING = Cause("output gate missing", ("head outputs",), STATED, cost=0.9)
-GATE_WITHOUT_SIGMOID = Cause("gate without sigmoid", ("head outputs",))
-ANOTHER_COLUMN_CUT_OFF = Cause("another column cut off", WEIGHTS)
-MASK_POLARITY = Cause("mask polarity", SCORES, REPORTED)
-MASK_ALONG_QUERIES = Cause("mask along queries", SCORES)
-MASK_AFTER_SOFTMAX = Cause("mask after the softmax", ("scores", "weights"))
-PADDING_SIDE = Cause("padding side", SCORES)
-PADDING_IGNORED = Cause("padding ignored", SCORES)
-MASK_ADDED_AS_NUMBERS = Cause("mask added as 0/1", SCORES, REPORTED)
-CAUSAL_MASK_MISSING = Cause("causal mask missing", SCORES, STATED, cost=0.9)
-CAUSAL_MASK_INVERTED = Cause("causal mask inverted", SCORES)
-CAUSAL_ALIGNMENT = Cause("causal alignment", SCORES, REPORTED, unexpected="causal mask unexpected")
-WINDOW_MISSING = Cause("window missing", SCORES, STATED, cost=0.9)
-WINDOW_SIDE = Cause("window on the wrong side", SCORES, cost=1.05)
-WINDOW_OFF_BY_ONE = Cause("window off by one", SCORES, STATED, unexpected="window unexpected")
-FINITE_FOR_INF = Cause("finite number for -inf", ("scores", "weights"), cost=1.1)
-ROWS_WITHOUT_KEYS = Cause("rows without keys", WEIGHTS, REPORTED)
-SOFTMAX_AXIS = Cause("softmax axis", WEIGHTS)
-BATCH_SEQUENCE_EXCHANGED = Cause(
-    "batch and sequence exchanged", (*PLACED, "head outputs"), REPORTED, cost=0.9
+SCALE = Cause("scale", SCORES, STATED, place="scores")
+ROTARY_THETA = Cause("rotary theta", ROTATED, STATED, place="frequencies")
+ROTARY_PAIRING = Cause("rotary pairing", ROTATED, STATED, place="rotation")
+ROTARY_PARTIAL_WIDTH = Cause("rotary partial width", ROTATED, STATED, place="whole_rotation")
+ROTARY_DTYPE = Cause("rotary dtype", ROTATED, place="whole_rotation")
+ROTARY_EXPONENT_WIDTH = Cause(
+    "rotary exponent width", ROTATED, REPORTED, cost=0.9, place="frequencies"
 )
-SOFTMAX_DTYPE = Cause("softmax dtype", WEIGHTS)
+ROTARY_ATTENTION_FACTOR = Cause("rotary attention factor", ROTATED, STATED, place="whole_rotation")
+ROTARY_MISSING = Cause(
+    "rotary missing",
+    ROTATED,
+    STATED,
+    cost=0.9,
+    unexpected="rotary unexpected",
+    place="whole_rotation",
+)
+ROTARY_WHOLE_HEAD_PAIRS = Cause(
+    "rotary pairs across the whole head", ROTATED, REPORTED, place="rotation"
+)
+ROTARY_POSITION_OFFSET = Cause("rotary position offset", ROTATED, place="whole_rotation")
+ROTARY_DIRECTION = Cause("rotary direction", ROTATED, cost=0.95, place="rotation")
+ROTARY_APPLIED_TWICE = Cause("rotary applied twice", ROTATED, place="whole_rotation")
+ROTARY_AXIS = Cause("rotary axis", ROTATED, REPORTED, place="whole_rotation")
+ROTARY_OTHER_CHANNELS = Cause("rotary on other channels", ROTATED, place="rotation")
+ROTARY_OVER_HEADS = Cause(
+    "rotary over all heads at once", ROTATED, REPORTED, place="whole_rotation"
+)
+ROTARY_ON_VALUES = Cause("rotary on values", ("v", "head outputs"), REPORTED)
+ROTARY_SOME_HEADS = Cause(
+    "rotary on some heads only", ROTATED, REPORTED, cost=0.3, place="rotation"
+)
+ROTARY_SCALING_FACTOR = Cause(
+    "rotary scaling factor", ROTATED, STATED, cost=1.06, place="frequencies"
+)
+ROTARY_SCALING_KIND = Cause(
+    "rotary scaling kind", ROTATED, STATED, cost=1.05, place="whole_rotation"
+)
+QK_NORM_KIND = Cause("qk-norm kind", NORMED, STATED, is_whole=True, place="norms")
+QK_NORM_PLACE = Cause("qk-norm place", NORMED, REPORTED, place="norm_and_rotation")
+QK_NORM_WEIGHT_OFFSET = Cause("qk-norm weight offset", NORMED, REPORTED, place="norms")
+QK_NORM_EPS = Cause("qk-norm eps", NORMED, STATED, cost=1.1, place="norms")
+NORM_WEIGHTS_MISSING = Cause("norm weights missing", NORMED, place="norms")
+NORM_WEIGHTS_EXCHANGED = Cause("norm weights of q and k exchanged", NORMED, place="norms")
+NORM_WEIGHTS_ORDER = Cause("norm weights in another order", NORMED, place="on_weights")
+NORM_OF_ANOTHER_ROLE = Cause("norm on another role", ("v", *NORMED))
+DISTANCE_BIAS_COEFFICIENT = Cause(
+    "distance bias coefficient", SCORES, STATED, cost=0.9, place="bias"
+)
+DISTANCE_BIAS_SLOPE_RULE = Cause("distance bias slope rule", SCORES, REPORTED, place="bias")
+RELATIVE_BIAS_BUCKETS = Cause("relative bias buckets", SCORES, STATED, place="bias")
+RELATIVE_BIAS_REVERSED = Cause("relative bias reversed", SCORES, place="bias")
+RELATIVE_BIAS_RESHAPED = Cause("relative bias reshaped", SCORES, place="bias")
+TEMPERATURE_BY_LENGTH = Cause("temperature by length", SCORES, cost=1.05, place="scores")
+SCALE_TWICE = Cause("scale twice", SCORES, REPORTED, cost=1.2, place="scores")
+SOFTCAP = Cause("softcap", SCORES, STATED, place="softcap")
+SINKS = Cause("sinks", WEIGHTS, REPORTED, place="softmax")
+OUTPUT_GATE_MISSING = Cause("output gate missing", ("head outputs",), STATED, cost=0.9, place="mix")
+GATE_WITHOUT_SIGMOID = Cause("gate without sigmoid", ("head outputs",), place="mix")
+ANOTHER_COLUMN_CUT_OFF = Cause("another column cut off", WEIGHTS, place="softmax")
+MASK_POLARITY = Cause("mask polarity", SCORES, REPORTED, place="mask")
+MASK_ALONG_QUERIES = Cause("mask along queries", SCORES, place="mask")
+MASK_AFTER_SOFTMAX = Cause(
+    "mask after the softmax", ("scores", "weights"), place="mask_and_softmax"
+)
+PADDING_SIDE = Cause("padding side", SCORES, place="mask")
+PADDING_IGNORED = Cause("padding ignored", SCORES, place="mask")
+MASK_ADDED_AS_NUMBERS = Cause("mask added as 0/1", SCORES, REPORTED, place="mask")
+CAUSAL_MASK_MISSING = Cause("causal mask missing", SCORES, STATED, cost=0.9, place="mask")
+CAUSAL_MASK_INVERTED = Cause("causal mask inverted", SCORES, place="mask")
+CAUSAL_ALIGNMENT = Cause(
+    "causal alignment", SCORES, REPORTED, unexpected="causal mask unexpected", place="mask"
+)
+WINDOW_MISSING = Cause("window missing", SCORES, STATED, cost=0.9, place="mask")
+WINDOW_SIDE = Cause("window on the wrong side", SCORES, cost=1.05, place="mask")
+WINDOW_OFF_BY_ONE = Cause(
+    "window off by one", SCORES, STATED, unexpected="window unexpected", place="mask"
+)
+FINITE_FOR_INF = Cause("finite number for -inf", ("scores", "weights"), cost=1.1, place="mask")
+ROWS_WITHOUT_KEYS = Cause("rows without keys", WEIGHTS, REPORTED, place="softmax")
+SOFTMAX_AXIS = Cause("softmax axis", WEIGHTS, place="softmax")
+BATCH_SEQUENCE_EXCHANGED = Cause(
+    "batch and sequence exchanged", (*PLACED, "head outputs"), REPORTED, cost=0.9, place="around"
+)
+SOFTMAX_DTYPE = Cause("softmax dtype", WEIGHTS, place="softmax")
 ONE_HEAD_FOR_ALL = Cause(
     "one head for all heads",
     ("q", "k", "v", "scores", "weights", "head outputs", "output"),
@@ -206,25 +240,27 @@ ACTIVATIONS_DTYPE = Cause(
     REPORTED,
     cost=1.2,
 )
-NUMBER_OF_HEADS = Cause("number of heads", WITH_HEADS, STATED)
+NUMBER_OF_HEADS = Cause("number of heads", WITH_HEADS, STATED, place="sizes")
 HEADS_GONE = Cause("heads gone", EVERY, cost=1.5)
 KV_HEADS_MERGED = Cause("kv heads merged", EVERY, cost=1.5)
-SPLIT_WITHOUT_TRANSPOSE = Cause("split without transpose", ("q", "k", "v"), REPORTED)
-MERGE_WITHOUT_TRANSPOSE = Cause("merge without transpose", ("output",), REPORTED)
+SPLIT_WITHOUT_TRANSPOSE = Cause(
+    "split without transpose", ("q", "k", "v"), REPORTED, place="projections"
+)
+MERGE_WITHOUT_TRANSPOSE = Cause("merge without transpose", ("output",), REPORTED, place="output")
 BATCH_AND_HEADS = Cause("batch and heads in another order", ("q", "k", "v", *MIXED))
-GATE_MERGED = Cause("gate merged without transpose", ("head outputs",))
-ANOTHER_GROUP = Cause("kv head of another group", MIXED)
-WEIGHTS_TRANSPOSED = Cause("weights transposed", ("head outputs",))
+GATE_MERGED = Cause("gate merged without transpose", ("head outputs",), place="mix")
+ANOTHER_GROUP = Cause("kv head of another group", MIXED, place="groups")
+WEIGHTS_TRANSPOSED = Cause("weights transposed", ("head outputs",), place="mix")
 DROPOUT_LEFT_ON = Cause("dropout left on", WEIGHTS, STATED)
-RESIDUAL_INSIDE = Cause("residual inside", ("output",))
+RESIDUAL_INSIDE = Cause("residual inside", ("output",), place="output")
 NORM_INSIDE = Cause("norm inside", PROJECTED)
-POSITION_IN_DECODING = Cause("position offset in decoding", PLACED, cost=0.7)
-PADDING_IN_DECODING = Cause("left padding in decoding", PLACED, cost=0.7)
-WINDOW_IN_DECODING = Cause("window in decoding", SCORES, cost=0.7)
-EVICTED_KEYS = Cause("evicted keys", ("scores", "head outputs"), cost=0.75)
-CACHED_VALUES_LOST = Cause("cached values lost", ("head outputs",), cost=0.75)
+POSITION_IN_DECODING = Cause("position offset in decoding", PLACED, cost=0.7, place="angles")
+PADDING_IN_DECODING = Cause("left padding in decoding", PLACED, cost=0.7, place="mask")
+WINDOW_IN_DECODING = Cause("window in decoding", SCORES, cost=0.7, place="mask")
+EVICTED_KEYS = Cause("evicted keys", ("scores", "head outputs"), cost=0.75, place="cache")
+CACHED_VALUES_LOST = Cause("cached values lost", ("head outputs",), cost=0.75, place="cache")
 CACHE_JOINED_IN_ANOTHER_ORDER = Cause(
-    "cache joined in another order", ("scores", "head outputs"), cost=0.8
+    "cache joined in another order", ("scores", "head outputs"), cost=0.8, place="cache"
 )
 LAYERS_EXCHANGED = Cause("layers exchanged", PROJECTED, remedy=BY_NUMBER)
 LAYERS_OFF_BY_ONE = Cause("layers off by one", PROJECTED, remedy=BY_NUMBER)

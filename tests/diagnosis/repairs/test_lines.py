@@ -17,7 +17,7 @@ from headwise.diagnosis.repairs.lines import (
     MIX,
     NORM_AND_ROTATION,
     OUTPUT,
-    PLACE_OF,
+    PLACES,
     PROJECTIONS,
     SCORES,
     SOFTCAP,
@@ -119,5 +119,5 @@ def test_cross_attention() -> None:
 def test_each_cause_has_a_place_or_a_reason_for_words(cause: Cause) -> None:
     """A cause with neither is one of rows that move, which are read off."""
     is_of_rows = {*cause.stages} - {"head outputs"} <= {*PROJECTED}  # a sign may be the gate's
-    assert (cause in PLACE_OF) + (cause in WORDS_ALONE) <= 1
-    assert cause in PLACE_OF or cause in WORDS_ALONE or is_of_rows
+    assert bool(cause.place) + (cause in WORDS_ALONE) <= 1
+    assert cause.place in PLACES or cause in WORDS_ALONE or is_of_rows

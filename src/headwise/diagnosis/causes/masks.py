@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
+from headwise.diagnosis.causes.parts import change_later_calls
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import (
     AttentionModel,
@@ -146,17 +147,26 @@ def _causal_mask_missing(evidence: Evidence) -> Variants:
         free = evidence.model.with_settings(causal=False, window=(left, None))
         yield from _with_later_keys(evidence, Variant(free, {}, CAUSAL))
         if evidence.has_masks:
-            change = partial(_change_where_no_mask_is_given, free)
-            model = evidence.replace_stages(SCORES, change)
+            model = evidence.replace_stages(
+                SCORES,
+                lambda x: (
+                    x if x.call.inputs.mask is not None else replace(x, model=free)
+                ).usual_result(),
+            )
             yield Variant(model, {"where": "no mask is given"}, CAUSAL)
         if evidence.has_later_calls:
             repair = f"{CAUSAL}, also where a cache has some"
             for ignores_mask in (False, True) if evidence.has_masks else (False,):
-                model = evidence.replace_stages(SCORES, _scores_of_later_calls, free, ignores_mask)
+                change = partial(_replace_model, free, ignores_mask)
+                model = change_later_calls(evidence, SCORES, change)
                 yield Variant(model, {"calls": "with a cache"}, repair)
     elif evidence.has_masks and not _has_padding(evidence):
-        model = evidence.replace_stages(SCORES, _scores_without_mask)
+        model = evidence.replace_stages(SCORES, lambda x: x.with_inputs(mask=None).usual_result())
         yield Variant(model, {}, "apply the causal mask of the call")
+
+
+def _replace_model(model: AttentionModel, ignores_mask: bool, forced: ForcedStage) -> ForcedStage:
+    return replace(forced.with_inputs(mask=None) if ignores_mask else forced, model=model)
 
 
 def _has_padding(evidence: Evidence) -> bool:
@@ -168,15 +178,6 @@ def _is_causal_mask(call: RecordedCall) -> bool:
         return True
     mask, ahead = torch.broadcast_tensors(mask, key_query_distances(call))
     return call.inputs.source is None and torch.equal(mask, ahead <= 0)
-
-
-def _scores_without_mask(forced: ForcedStage) -> Tensor:
-    return forced.with_inputs(mask=None).usual_result()
-
-
-def _change_where_no_mask_is_given(changed: AttentionModel, forced: ForcedStage) -> Tensor:
-    has_mask = forced.call.inputs.mask is not None
-    return (forced if has_mask else replace(forced, model=changed)).usual_result()
 
 
 def _causal_mask_inverted(evidence: Evidence) -> Variants:
@@ -198,14 +199,12 @@ def _with_later_keys(evidence: Evidence, variant: Variant) -> Variants:
     """
     yield from _with_filled_rows(evidence, variant)
     if (slopes := slopes_of(evidence.model.settings)) is not None:
-        add = partial(_add_signed_bias, slopes)
-        model = variant.model.with_slopes(None).with_stage_function("scores", add)
+        by_distance = slopes[:, None, None]
+        model = variant.model.with_slopes(None).with_stage_function(
+            "scores", lambda x: x.usual_result() + by_distance * key_query_distances(x.call)
+        )
         details = {"bias of later keys": "grows with the distance"}
         yield from _with_filled_rows(evidence, replace(variant, model=model, details=details))
-
-
-def _add_signed_bias(slopes: Tensor, forced: ForcedStage) -> Tensor:
-    return forced.usual_result() + slopes[:, None, None] * key_query_distances(forced.call)
 
 
 def _with_filled_rows(evidence: Evidence, variant: Variant) -> Variants:
@@ -236,15 +235,6 @@ def _align_later_calls(free: AttentionModel, left: int | None) -> Variants:
                 function = partial(_scores_with_top_left_mask, usual, kept, window, fewest)
                 changed = model.with_stage_function("scores", function)
                 yield Variant(changed, {"align": "top-left"}, 'Mask.causal(align="bottom-right")')
-
-
-def _scores_of_later_calls(
-    other: AttentionModel, ignores_mask: bool, forced: ForcedStage
-) -> Tensor:
-    if not forced.call.earlier:
-        return forced.usual_result()
-    forced = forced.with_inputs(mask=None) if ignores_mask else forced
-    return replace(forced, model=other).usual_result()
 
 
 def _scores_with_top_left_mask(

@@ -128,6 +128,21 @@ def _limit_model(
     return replace_stage_in_heads(base, changed, f"{role} after rotary", heads)
 
 
+def change_later_calls(
+    evidence: Evidence,
+    stages: Sequence[str],
+    change: Callable[[ForcedStage], ForcedStage],
+    most: int | None = None,
+) -> AttentionModel:
+    """Return the model with other stages in calls with earlier keys, of so many tokens at most."""
+
+    def in_later_calls(forced: ForcedStage) -> Tensor:
+        is_short = most is None or forced.call.inputs.x.shape[1] <= most
+        return (change(forced) if forced.call.earlier and is_short else forced).usual_result()
+
+    return evidence.replace_stages(stages, in_later_calls)
+
+
 @lru_cache(maxsize=4)
 def _smallest_parted_call(evidence: Evidence) -> RecordedCall:
     parted = {number for _, number, _ in evidence.parted_calls_and_heads("output")}

@@ -13,9 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.decoding import change_later_calls
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
-from headwise.diagnosis.causes.parts import fit_by_head
+from headwise.diagnosis.causes.parts import change_later_calls, fit_by_head
 from headwise.diagnosis.outputs.reading import solve, with_constant
 from headwise.diagnosis.simulation.model import (
     AttentionModel,

@@ -360,79 +360,8 @@ OUTPUT = LinePlace("where the output is computed", _output)
 AROUND = LinePlace("around the function", _around)
 ON_WEIGHTS = LinePlace("once, on the weights", lambda *_: iter(()))
 
-PLACE_OF: Mapping[Cause, LinePlace] = {
-    catalogue.BIAS_MISSING: PROJECTIONS,
-    catalogue.SPLIT_WITHOUT_TRANSPOSE: PROJECTIONS,
-    catalogue.NUMBER_OF_HEADS: SIZES,
-    catalogue.QK_NORM_KIND: NORMS,
-    catalogue.QK_NORM_WEIGHT_OFFSET: NORMS,
-    catalogue.QK_NORM_EPS: NORMS,
-    catalogue.NORM_WEIGHTS_MISSING: NORMS,
-    catalogue.NORM_WEIGHTS_EXCHANGED: NORMS,
-    catalogue.NORM_WEIGHTS_ORDER: ON_WEIGHTS,
-    catalogue.QK_NORM_PLACE: NORM_AND_ROTATION,
-    catalogue.ROTARY_THETA: FREQUENCIES,
-    catalogue.ROTARY_EXPONENT_WIDTH: FREQUENCIES,
-    catalogue.ROTARY_SCALING_FACTOR: FREQUENCIES,
-    catalogue.ROTARY_SCALING_KIND: WHOLE_ROTATION,
-    catalogue.ROTARY_DTYPE: WHOLE_ROTATION,
-    catalogue.ROTARY_PARTIAL_WIDTH: WHOLE_ROTATION,
-    catalogue.ROTARY_MISSING: WHOLE_ROTATION,
-    catalogue.ROTARY_POSITION_OFFSET: WHOLE_ROTATION,
-    catalogue.ROTARY_AXIS: WHOLE_ROTATION,
-    catalogue.ROTARY_ATTENTION_FACTOR: WHOLE_ROTATION,
-    catalogue.ROTARY_PAIRING: ROTATION,
-    catalogue.ROTARY_WHOLE_HEAD_PAIRS: ROTATION,
-    catalogue.ROTARY_DIRECTION: ROTATION,
-    catalogue.ROTARY_APPLIED_TWICE: WHOLE_ROTATION,
-    catalogue.ROTARY_OTHER_CHANNELS: ROTATION,
-    catalogue.ROTARY_OVER_HEADS: WHOLE_ROTATION,
-    catalogue.ROTARY_SOME_HEADS: ROTATION,
-    catalogue.POSITION_IN_DECODING: ANGLES,
-    catalogue.KV_HEADS_TILED: GROUPS,
-    catalogue.ANOTHER_GROUP: GROUPS,
-    catalogue.SCALE: SCORES,
-    catalogue.SCALE_TWICE: SCORES,
-    catalogue.TEMPERATURE_BY_LENGTH: SCORES,
-    catalogue.SOFTCAP: SOFTCAP,
-    catalogue.DISTANCE_BIAS_COEFFICIENT: BIAS,
-    catalogue.DISTANCE_BIAS_SLOPE_RULE: BIAS,
-    catalogue.RELATIVE_BIAS_BUCKETS: BIAS,
-    catalogue.RELATIVE_BIAS_REVERSED: BIAS,
-    catalogue.RELATIVE_BIAS_RESHAPED: BIAS,
-    catalogue.MASK_POLARITY: MASK,
-    catalogue.MASK_ADDED_AS_NUMBERS: MASK,
-    catalogue.PADDING_IGNORED: MASK,
-    catalogue.PADDING_SIDE: MASK,
-    catalogue.PADDING_IN_DECODING: MASK,
-    catalogue.CAUSAL_ALIGNMENT: MASK,
-    catalogue.CAUSAL_MASK_MISSING: MASK,
-    catalogue.CAUSAL_MASK_INVERTED: MASK,
-    catalogue.WINDOW_MISSING: MASK,
-    catalogue.WINDOW_OFF_BY_ONE: MASK,
-    catalogue.WINDOW_IN_DECODING: MASK,
-    catalogue.WINDOW_SIDE: MASK,
-    catalogue.MASK_ALONG_QUERIES: MASK,
-    catalogue.MASK_AFTER_SOFTMAX: MASK_AND_SOFTMAX,
-    catalogue.SIGN: MASK_AND_SOFTMAX,
-    catalogue.FINITE_FOR_INF: MASK,
-    catalogue.EVICTED_KEYS: CACHE,
-    catalogue.CACHED_VALUES_LOST: CACHE,
-    catalogue.CACHE_JOINED_IN_ANOTHER_ORDER: CACHE,
-    catalogue.ROWS_WITHOUT_KEYS: SOFTMAX,
-    catalogue.SOFTMAX_AXIS: SOFTMAX,
-    catalogue.SOFTMAX_DTYPE: SOFTMAX,
-    catalogue.SINKS: SOFTMAX,
-    catalogue.ANOTHER_COLUMN_CUT_OFF: SOFTMAX,
-    catalogue.OUTPUT_GATE_MISSING: MIX,
-    catalogue.GATE_WITHOUT_SIGMOID: MIX,
-    catalogue.GATE_MERGED: MIX,
-    catalogue.WEIGHTS_TRANSPOSED: MIX,
-    catalogue.OUTPUT_PROJECTION_MISSING: OUTPUT,
-    catalogue.MERGE_WITHOUT_TRANSPOSE: OUTPUT,
-    catalogue.RESIDUAL_INSIDE: OUTPUT,
-    catalogue.BATCH_SEQUENCE_EXCHANGED: AROUND,
-}
+# By their names in the catalogue.
+PLACES = {name.lower(): each for name, each in [*globals().items()] if isinstance(each, LinePlace)}
 # Causes that no line repairs -> the reason.
 WORDS_ALONE: Mapping[Cause, str] = {
     catalogue.ANOTHER_ROLE: "the weights are lost: load them from their own tensor",
@@ -466,7 +395,7 @@ class Repair:
 
 def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repair | None:
     """Return the lines that repair a cause, or None; ``before`` is the model without the fault."""
-    cause, variant, place = named.cause, named.variant, PLACE_OF.get(named.cause)
+    cause, variant, place = named.cause, named.variant, PLACES.get(named.cause.place)
     if cause in WORDS_ALONE or not _is_plain(code.settings):
         return None
     rows = write_weights(named, before)
@@ -492,7 +421,7 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
 
 def write_weights(named: NamedCause, before: AttentionModel) -> tuple[str, ...]:
     """Return the lines on weights that repair a cause of weights; () where none do."""
-    place, weights = PLACE_OF.get(named.cause), named.variant.model.weights
+    place, weights = PLACES.get(named.cause.place), named.variant.model.weights
     if named.cause in WORDS_ALONE or place not in (None, GROUPS, ON_WEIGHTS, MASK_AND_SOFTMAX):
         return ()
     return write_weight_lines(weights, before.weights)
