@@ -13,7 +13,7 @@ import torch
 
 from headwise import Attention, Rotary
 from headwise.diagnosis.causes.evidence import Evidence
-from headwise.diagnosis.causes.parts import merge_models
+from headwise.diagnosis.causes.heads import merge_models
 from headwise.diagnosis.pairs import ALONE
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.layers import NativeSubject

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwise.diagnosis import watch
 from headwise.diagnosis.causes.evidence import Evidence, Variant
-from headwise.diagnosis.causes.parts import merge_models
+from headwise.diagnosis.causes.heads import merge_models
 from headwise.diagnosis.fit import compute_residuals, fit_numbers, heads_by_stage
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import Cell, measure_gaps

@@ -23,7 +23,7 @@ from headwise.diagnosis.causes import (
     weights,
 )
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant
-from headwise.diagnosis.causes.parts import limit, replace_stage_in_heads
+from headwise.diagnosis.causes.heads import limit, within
 from headwise.diagnosis.fit import fit_numbers
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import WHOLE, Cell, Gaps, measure_gaps
@@ -316,5 +316,5 @@ def _apply_variant_in_cells(
     for stage in explained:
         heads = sorted({head for s, _, head in cells if s == stage})
         some = any(cell[0] == stage for cell in broken)
-        model = replace_stage_in_heads(model, variant.model, stage, heads if some else None)
+        model = within(model, variant.model, stage, heads if some else None)
     return model, True

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
+from headwise.diagnosis.causes.heads import change_later_calls
 from headwise.diagnosis.causes.masks import (
     MOST_KEPT,
     MOST_KEYS,
@@ -21,7 +22,6 @@ from headwise.diagnosis.causes.masks import (
     flip_keys,
     ignore_mask,
 )
-from headwise.diagnosis.causes.parts import change_later_calls
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.identify.catalogue import PLACED, ROTATED, SCORES
 

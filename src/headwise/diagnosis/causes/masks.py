@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
-from headwise.diagnosis.causes.parts import change_later_calls
+from headwise.diagnosis.causes.heads import change_later_calls
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import (
     AttentionModel,

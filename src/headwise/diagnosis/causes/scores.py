@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
-from headwise.diagnosis.causes.parts import change_later_calls, fit_by_head
+from headwise.diagnosis.causes.heads import change_later_calls, fit_by_head
 from headwise.diagnosis.outputs.reading import solve, with_constant
 from headwise.diagnosis.simulation.model import (
     AttentionModel,

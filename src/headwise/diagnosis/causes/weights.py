@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence, Variant, Variants, flatten_tokens
-from headwise.diagnosis.causes.parts import replace_stage_in_heads
+from headwise.diagnosis.causes.heads import narrowest_dtype, within
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, output_gates
 from headwise.function import stages
@@ -230,7 +230,6 @@ def _fit_weights_variant(
     return Variant(evidence.model.with_weights(**changes), parameters, repair)
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LOW = 4  # a rank is low if so many times it fits into the matrix
 
 
@@ -324,16 +323,9 @@ def _count_ranks(change: Tensor, rounding: Tensor) -> int:
 def _norm_of_stored_rounding(evidence: Evidence, x: Tensor, matrix: Tensor) -> Tensor:
     """Return the norm of the products of tokens with the rounding of stored sums of weights.
 
-    Roundings are independent, so their squares add up. They are those of the narrowest dtype that
-    holds every weight of the model.
+    Roundings are independent, so their squares add up.
     """
-    weights = evidence.model.weights.values()
-    holds = (
-        dtype
-        for dtype in DTYPES
-        if all(torch.equal(weight.to(dtype).to(weight.dtype), weight) for weight in weights)
-    )
-    unit = torch.finfo(next(holds)).eps / 2
+    unit = torch.finfo(narrowest_dtype(evidence.model.weights)).eps / 2
     return unit * (x.square() @ matrix.square()).sum().sqrt()
 
 
@@ -378,7 +370,7 @@ def _module_bypassed(evidence: Evidence) -> Variants:
     for roles in _all_and_each(evidence.parted_roles):
         model = evidence.model
         for role in roles:
-            model = replace_stage_in_heads(model, of_weights, STAGE_OF[role], None)
+            model = within(model, of_weights, STAGE_OF[role], None)
         repair = f"call the modules of {', '.join(roles)}"
         yield Variant(model, {"roles": "".join(roles)}, repair)
 
