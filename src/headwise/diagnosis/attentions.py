@@ -16,7 +16,7 @@ import torch
 from headwise.diagnosis import functions, probes, unseen, watch
 from headwise.diagnosis.causes import scores
 from headwise.diagnosis.causes.evidence import Evidence
-from headwise.diagnosis.explained import ExplainedCalls, search_causes
+from headwise.diagnosis.explained import ExplainedCalls, explain_other_way, search_causes
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import (
@@ -100,18 +100,16 @@ class Comparison:
         time = watch.current()
         if isinstance(self.doubtful, BlackBox) and not time.stopped:
             self.doubtful.require_stateless()
-        side = self._side
-        everything = self._explain(calls, names, side)
+        side = "first" if self.doubtful is self.first else "second"
+        everything = ExplainedCalls(
+            self.model, calls, names, self.dtype, self.candidates, side, self._language
+        )
         if len({{*call.stages} == {"output"} for call in calls}) > 1:  # a cause shows in all calls
             everything = everything.with_outputs_alone(self.doubtful.runs)
             calls = [*everything.calls]
         explained = self._look_further(self._explain_by_few_calls(everything))
         if not explained.outputs_agree:
-            causes, left = explained.search
-            if left.cells_beyond_rounding or len(causes) > 1:
-                swapped = self._explain_with_roles_swapped(calls, explained)
-                shown = swapped or self._explain_by_outputs(explained)
-                explained = shown or self._explain_later_calls(explained) or explained
+            explained = self._explain_otherwise(calls, explained)
         verdict, blind, hidden = self._judge(explained, calls)
         if self._condition and verdict in (Verdict.SAME, Verdict.TO_ROUNDING):
             verdict = Verdict.UNDER_MASK
@@ -271,13 +269,6 @@ class Comparison:
         can_record = function.parts is None and holds_modules(function.function)
         return (*function.limits, *parts.sentences, *((RECORD_PARTS,) if can_record else ()))
 
-    def _explain(
-        self, calls: Sequence[RecordedCall], names: Sequence[str], side: str
-    ) -> ExplainedCalls:
-        return ExplainedCalls(
-            self.model, calls, names, self.dtype, self.candidates, side, self._language
-        )
-
     @property
     def _language(self) -> str:
         if not isinstance(self.doubtful, BlackBox):
@@ -325,12 +316,11 @@ class Comparison:
         few = [pair for pair in pairs if pair[1] not in short | masked]
         if everything.outputs_agree or not few or len(few) == len(pairs):
             return everything
-        calls, names = zip(*few, strict=True)
-        explained = self._explain(calls, names, everything.side)
+        explained = replace(everything, calls=[call for call, _ in few], names=[n for _, n in few])
         if explained.outputs_agree:
             return everything
-        causes, left = explained.search
-        if left.cells_beyond_rounding or not causes:
+        causes = explained.search.causes
+        if not explained.explains_all or not causes:
             return explained
         rest = [call for call, name in pairs if name in short - masked]
         is_wrong = measure_gaps(causes[-1].model, rest).cells_beyond_rounding
@@ -345,37 +335,33 @@ class Comparison:
         outputs = [self.doubtful.output(x) for x in (masked, replace(masked, mask=None))]
         return torch.equal(*outputs)
 
-    @property
-    def _side(self) -> str:
-        return "first" if self.doubtful is self.first else "second"
-
-    def _explain_with_roles_swapped(
-        self, calls: Sequence[RecordedCall], forward: ExplainedCalls
-    ) -> ExplainedCalls | None:
-        # So a part is named that the doubtful one has and the known one lacks.
-        model, side = self.doubtful.model, "second" if self.doubtful is self.first else "first"
-        if model is None or not self.runs_as_stated:
-            return None
-        if measure_gaps(model, calls).cells_beyond_rounding:
-            return None
-        dtype = self.known.dtype
-        known, names = self.known_calls, self.known_names
-        other = ExplainedCalls(model, known, names, dtype, self.candidates, side)
-        if other.search.left.cells_beyond_rounding:
-            return None
-        is_worse = len(other.search.causes) >= len(forward.search.causes)
-        return None if is_worse and not forward.search.left.cells_beyond_rounding else other
+    def _explain_otherwise(
+        self, calls: Sequence[RecordedCall], explained: ExplainedCalls
+    ) -> ExplainedCalls:
+        """Return what says more: the other way round, or by fewer stages or calls."""
+        count = len(explained.search.causes)
+        if explained.explains_all and count < 2:
+            return explained
+        model = self.doubtful.model if self.runs_as_stated else None
+        given = (self.known_calls, self.known_names, self.known.dtype, self.candidates)
+        side = "second" if explained.side == "first" else "first"
+        swapped = explain_other_way(model, calls, *given, side)
+        if swapped and (len(swapped.search.causes) < count or not explained.explains_all):
+            return swapped
+        return (
+            self._explain_by_outputs(explained) or self._explain_later_calls(explained) or explained
+        )
 
     def _explain_by_outputs(self, explained: ExplainedCalls) -> ExplainedCalls | None:
         runs = self.doubtful.runs
         shows_more = any({*call.stages} != {"output"} for call in explained.calls)
         if runs is None or not shows_more or explained.has_other_rows:
             return None
-        if not explained.search.left.cells_beyond_rounding:
+        if explained.explains_all:
             return None
         # Of stages that were recorded, pairs have been tried.
         other = replace(explained.with_outputs_alone(runs), in_pairs=False)
-        return None if other.search.left.cells_beyond_rounding else other
+        return other if other.explains_all else None
 
     def _explain_later_calls(self, explained: ExplainedCalls) -> ExplainedCalls | None:
         """Return what explains calls with a cache alone, where all others agree."""
@@ -384,12 +370,10 @@ class Comparison:
             for pair in zip(explained.calls, explained.names, strict=True)
             if measure_gaps(self.model, [pair[0]]).cells_beyond_rounding
         ]
-        left = explained.search.left.cells_beyond_rounding
-        if not left or not parted or not all(call.earlier for call, _ in parted):
+        if explained.explains_all or not parted or not all(call.earlier for call, _ in parted):
             return None
-        calls, names = zip(*parted, strict=True)
-        other = self._explain(calls, names, explained.side)
-        return None if other.search.left.cells_beyond_rounding else other
+        other = replace(explained, calls=[call for call, _ in parted], names=[n for _, n in parted])
+        return other if other.explains_all else None
 
     def diagnosis_with_gradients(self) -> Diagnosis:
         """Return the diagnosis; where outputs agree, gradients must agree as well.

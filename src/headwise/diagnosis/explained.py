@@ -132,6 +132,11 @@ class ExplainedCalls:
         beside = search_causes(evidence, self.candidates)
         return CauseSearchResult((*gone.causes, *beside.causes), beside.left)
 
+    @property
+    def explains_all(self) -> bool:
+        """True if the causes leave nothing beyond rounding."""
+        return not self.search.left.cells_beyond_rounding
+
     @cached_property
     def has_other_rows(self) -> bool:
         """True if queries, values or outputs have another number of channels than the model's."""
@@ -463,3 +468,17 @@ def describe_matrix(name: str, other: Tensor, right: Tensor) -> str:
         f"{float(apart.norm() / right.norm()):.2g} of its size, in an entry by "
         f"{float(apart.max()):.2g} at most"
     )
+
+
+def explain_other_way(
+    model: AttentionModel | None, as_stated: Sequence[RecordedCall], *explained: Any, **options: Any
+) -> ExplainedCalls | None:
+    """Return calls as a model explains them that was the one in doubt before; None for a part.
+
+    So a part is named that the doubtful one has and the known one lacks. None too where the model
+    does not predict its own calls, ``as_stated``. The others are arguments of `ExplainedCalls`.
+    """
+    if model is None or measure_gaps(model, as_stated).cells_beyond_rounding:
+        return None
+    other = ExplainedCalls(model, *explained, **options)
+    return other if other.explains_all else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis import probes, unseen
-from headwise.diagnosis.explained import ExplainedCalls
+from headwise.diagnosis.explained import ExplainedCalls, explain_other_way
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import (
@@ -303,11 +303,10 @@ class LayerPair:
             explained = replace(explained, candidates=())
         elif parted:
             likely = replace(explained, candidates=tuple(named.causes))
-            is_enough = not likely.search.left.cells_beyond_rounding
             is_known = parted in named.unexplained
-            explained = likely if is_enough or is_known else explained
+            explained = likely if likely.explains_all or is_known else explained
             shown = self._explain_by_outputs(explained, named, again=not is_known)
-            if shown is None and explained.search.left.cells_beyond_rounding:
+            if shown is None and not explained.explains_all:
                 named.unexplained.add(parted)
                 explained = self._explain_with_roles_swapped() or explained
         blind = self._describe_blind_spot() if explained.outputs_agree else ""
@@ -337,36 +336,29 @@ class LayerPair:
         if runs is None:
             return None
         calls, names = _run_probes(runs, call, self.first.inputs)
-        causes, left = explained.search
-        is_whole = len(causes) == 1 and not left.cells_beyond_rounding
+        causes = explained.search.causes
+        is_whole = len(causes) == 1 and explained.explains_all
         if is_whole and not measure_gaps(causes[0].model, calls).cells_beyond_rounding:
             return None
         shown = replace(explained, calls=calls, names=names)
         for candidates in (tuple(named.causes), explained.candidates)[: 1 + again]:
             shown = replace(shown, candidates=candidates)
-            if shown.search.causes and not shown.search.left.cells_beyond_rounding:
+            if shown.search.causes and shown.explains_all:
                 return shown
         return None
 
     def _explain_with_roles_swapped(self) -> ExplainedCalls | None:
-        """Return the call of the second as the first explains it, by heads that it lacks.
-
-        None where they leave anything, or the first does not run as stated.
-        """
-        if (model := self.mine.model) is None or self._known is not self.theirs:
-            return None
-        if measure_gaps(model, [self.mine.call]).cells_beyond_rounding:
-            return None
+        """Return the call of the second as the first explains it, by heads that it lacks."""
         swapped = LayerPair(self.second, self.first, self.theirs, self.mine)
-        other = ExplainedCalls(
-            model,
+        return explain_other_way(
+            self.mine.model if self._known is self.theirs else None,
+            [self.mine.call],
             [swapped._call_to_explain],
             [self.first.inputs],
             self.theirs.stored,
-            candidates=(catalogue.HEADS_GONE, catalogue.KV_HEADS_MERGED),
-            side="second",
+            (catalogue.HEADS_GONE, catalogue.KV_HEADS_MERGED),
+            "second",
         )
-        return None if other.search.left.cells_beyond_rounding else other
 
     @property
     def _stated(self) -> dict[str, Any]:
