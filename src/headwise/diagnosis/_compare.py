@@ -192,7 +192,11 @@ def _compare_weights(*sides: _Side) -> Diagnosis:
 
 def _take_layer_like(known: _Side, stored: GivenWeights) -> GivenWeights:
     """Return the stored weights of the layer that a module is; all for a whole model."""
-    modules = matching = _find_stored_attention_modules(stored) if known.is_layer else ()
+    modules = matching = tuple[NamedModule, ...]()
+    if known.is_layer:  # which is found by names: the stored ones may have other counts
+        found = replace(stored, known={}).detection()
+        groups = (*found.candidates, *found.misplaced, *found.damaged)
+        modules = matching = max((group[0].modules for group in groups), key=len, default=())
     if len(modules) > 1:
         is_module = known.kind == "module"
         number = transformers.stated_layer_index(known.value) if is_module else None
@@ -212,12 +216,6 @@ def _take_layer_like(known: _Side, stored: GivenWeights) -> GivenWeights:
         if isinstance(stored.tensors, CheckpointSource)
         else f"give the tensors of one layer, such as `{example.prefix}`, without this prefix",
     )
-
-
-def _find_stored_attention_modules(stored: GivenWeights) -> tuple[NamedModule, ...]:
-    detection = replace(stored, known={}).detection()  # by names: the layer may have other counts
-    groups = (*detection.candidates, *detection.misplaced, *detection.damaged)
-    return max((group[0].modules for group in groups), key=len, default=())
 
 
 def _run_models(

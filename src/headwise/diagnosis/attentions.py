@@ -76,7 +76,10 @@ class Comparison:
         self.ran: list[NamedInputs] = []
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         self.failed: list[str] = []  # inputs on which the doubtful one failed, in words
-        self.known_calls, self.known_names = _record(self.known, filter(self._is_known, probes))
+        # The model of one without a cache computes calls with a cache.
+        takes_steps = self.known.step_arguments is not None
+        taken = (each for each in probes if takes_steps or not each.inputs.steps)
+        self.known_calls, self.known_names = _record(self.known, taken)
         if isinstance(self.doubtful, recording.Recording):
             self.doubtful.require_shapes_of(self.known_calls[0])
         # A layer's own calls may have causes too, such as hooks of its modules.
@@ -86,10 +89,6 @@ class Comparison:
         self.runs_as_stated = not named.left.cells_beyond_rounding
         if named.causes and self.runs_as_stated:
             self.model = replace(named.causes[-1].model, of_weights=self.model)
-
-    def _is_known(self, probe: NamedInputs) -> bool:
-        """True if the known side takes an input; the model of one without a cache computes it."""
-        return not probe.inputs.steps or self.known.step_arguments is not None
 
     def diagnosis(self) -> Diagnosis:
         """Return the verdict and its evidence."""

@@ -299,13 +299,9 @@ def _softmax_in_dtypes(
     stored: torch.dtype, within: torch.dtype, after: torch.dtype, forced: ForcedStage
 ) -> Tensor:
     scores = forced["scores"].to(stored).to(within)
-    return _softmax_with_sink(scores, forced.model.weights.get("sink")).to(after).double()
-
-
-def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> Tensor:
-    if sink is None:
-        return scores.softmax(-1).nan_to_num(0.0)
-    return _join_sink(scores, sink).softmax(-1)[..., :-1]
+    if (sink := forced.model.weights.get("sink")) is None:
+        return scores.softmax(-1).nan_to_num(0.0).to(after).double()
+    return _join_sink(scores, sink).softmax(-1)[..., :-1].to(after).double()
 
 
 def _join_sink(scores: Tensor, sink: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ The output gate is a projection too: it is missing, of another function, or merg
 Most mistakes in weights are moves (`headwise.identify.moves`), and have no function here.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -402,7 +402,7 @@ def _multiply_by_projection(forced: ForcedStage) -> Tensor:
 def _gate_merged(evidence: Evidence) -> Variants:
     if "wg" not in evidence.model.weights:
         return
-    for done, change in (("merged", _view_merged_heads), ("split", _view_split_heads)):
+    for done, change in VIEWS.items():
         model = evidence.replace_stages(("head outputs",), _gate_heads, change)
         repair = (
             f"transpose heads and length of the gate where it is {done}, as of the head outputs"
@@ -410,14 +410,12 @@ def _gate_merged(evidence: Evidence) -> Variants:
         yield Variant(model, {"gate": done}, repair)
 
 
-def _view_merged_heads(x: Tensor) -> Tensor:
-    """Return (batch, heads, length, d) whose memory is viewed as (batch, length, heads, d)."""
-    return x.reshape(x.transpose(1, 2).shape).transpose(1, 2)
-
-
-def _view_split_heads(x: Tensor) -> Tensor:
-    """Return (batch, heads, length, d) as a view of the memory of (batch, length, heads, d)."""
-    return x.transpose(1, 2).reshape(x.shape)
+# Changes of (batch, heads, length, d), whose memory is viewed as (batch, length, heads, d), or which
+# views such memory.
+VIEWS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "merged": lambda x: x.reshape(x.transpose(1, 2).shape).transpose(1, 2),
+    "split": lambda x: x.transpose(1, 2).reshape(x.shape),
+}
 
 
 def _gate_heads(change: Callable[[Tensor], Tensor], forced: ForcedStage) -> Tensor:
