@@ -530,7 +530,11 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
         if seen and max(seen) < longest - 1:
             model = evidence.model.with_settings(window=seen)
             yield Variant(model, {"window": seen}, "no window", is_unexpected=True)
-        yield from _variants_of_windowed_masks(evidence, longest)
+        left = _infer_left_window_of_masks(evidence)
+        for length in range(min(MOST_KEYS, longest - 1)) if left is not None else ():
+            if left is not None and length != left:
+                model = evidence.replace_stages(SCORES, _scores_with_window, length)
+                yield Variant(model, {"window": count_window(length)}, f"sliding_window={left + 1}")
         return
     left, right = settings.sides or (None, None)
     repair = f"window=({left}, {0 if settings.causal else right})"
@@ -588,15 +592,6 @@ def _infer_left_window_of_masks(evidence: Evidence) -> int | None:
         return None
     lefts = [_infer_left_window_from_mask(call) for call in evidence.calls]
     return None if None in lefts else max(each for each in lefts if each is not None)
-
-
-def _variants_of_windowed_masks(evidence: Evidence, longest: int) -> Iterator[Variant]:
-    left = _infer_left_window_of_masks(evidence)
-    for length in range(min(MOST_KEYS, longest - 1)) if left is not None else ():
-        if length != left:
-            assert left is not None
-            model = evidence.replace_stages(SCORES, _scores_with_window, length)
-            yield Variant(model, {"window": count_window(length)}, f"sliding_window={left + 1}")
 
 
 def _infer_left_window_from_mask(call: RecordedCall) -> int | None:

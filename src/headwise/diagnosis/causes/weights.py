@@ -410,8 +410,7 @@ def _gate_merged(evidence: Evidence) -> Variants:
         yield Variant(model, {"gate": done}, repair)
 
 
-# Changes of (batch, heads, length, d), whose memory is viewed as (batch, length, heads, d), or which
-# views such memory.
+# Changes of (batch, heads, length, d): to the memory of (batch, length, heads, d), or from it.
 VIEWS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "merged": lambda x: x.reshape(x.transpose(1, 2).shape).transpose(1, 2),
     "split": lambda x: x.transpose(1, 2).reshape(x.shape),
