@@ -86,25 +86,8 @@ def compare(
         ShapeError: the two take tokens of other widths, or there are no tokens.
     """
     with watch.watching(budget, progress):
-        first, second = _open_side("a", a), _open_side("b", b)
-        given = probes.read_inputs(inputs)
-        if _are_weights(first, second):
-            _refuse_gradients("weights", asked=gradients)
-            return _compare_weights(first, second)
-        if runs := _run_models((first, second), given):
-            _refuse_gradients("whole models", asked=gradients)
-            return model_runs.compare_runs(*runs)
-        subjects = _make_subject(first, second), _make_subject(second, first)
-        for name, each in zip("ab", subjects, strict=True):
-            subject.require_finite_weights(name, each)
-        if parts is not None:
-            _record_parts_of_function(*subjects, parts)
-        if all(isinstance(each, FUNCTIONS) and each.model is None for each in subjects):
-            _refuse_gradients("two functions", asked=gradients)
-            return _compare_functions(subjects, given)
-        comparison = Comparison(*subjects, probes.choose_inputs(*subjects, given))
-        comparison.further = [] if given is not None else probes.make_further_probes(subjects)
-        return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
+        sides = _open_side("a", a), _open_side("b", b)
+        return _compare(*sides, inputs, gradients=gradients, parts=parts)
 
 
 NAMED_LAYERS = (Attention, nn.MultiheadAttention)
@@ -113,18 +96,13 @@ FUNCTIONS = (BlackBox, TransformersSubject)  # that may have no data
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """One of the two that are compared.
+    """One of the two that are compared."""
 
-    Attributes:
-        name: of the argument, "a" or "b".
-        value: the argument; of a wrapper of peft the layer that it holds.
-        kind: "recording"; "weights", by their path or as a state dict; "layer", of headwise or
-            torch; "module", an attention of transformers; "model", of several layers or with
-            embeddings; "function" for all else.
-    """
-
-    name: str
-    value: Any
+    name: str  # of the argument, "a" or "b"
+    value: Any  # the argument; of a wrapper of peft the layer that it holds
+    # "recording"; "weights", by their path or as a state dict; "layer", of headwise or torch;
+    # "module", an attention of transformers; "model", of several layers or with embeddings; or
+    # "function" for all else.
     kind: str
 
     @property
@@ -150,6 +128,34 @@ def _open_side(name: str, given: object) -> _Side:
         count = sum(isinstance(each, NAMED_LAYERS) for each in value.modules())
         kind = "model" if count > 1 or hasattr(value, "get_input_embeddings") else kind
     return _Side(name, value, kind)
+
+
+def _compare(
+    first: _Side,
+    second: _Side,
+    inputs: ComparisonInputs | None,
+    *,
+    gradients: bool,
+    parts: Mapping[str, nn.Module] | None,
+) -> Diagnosis:
+    given = probes.read_inputs(inputs)
+    if _are_weights(first, second):
+        _refuse_gradients("weights", asked=gradients)
+        return _compare_weights(first, second)
+    if not isinstance(given, Inputs) and (runs := _run_models((first, second), given)):
+        _refuse_gradients("whole models", asked=gradients)
+        return model_runs.compare_runs(*runs)
+    subjects = _make_subject(first, second), _make_subject(second, first)
+    for name, each in zip("ab", subjects, strict=True):
+        subject.require_finite_weights(name, each)
+    if parts is not None:
+        _record_parts(*subjects, parts)
+    if all(isinstance(each, FUNCTIONS) and each.model is None for each in subjects):
+        _refuse_gradients("two functions", asked=gradients)
+        return _compare_functions(subjects, given)
+    comparison = Comparison(*subjects, probes.choose_inputs(*subjects, given))
+    comparison.further = [] if given is not None else probes.make_further_probes(subjects)
+    return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
 
 
 def _refuse_gradients(what: str, *, asked: bool) -> None:
@@ -219,19 +225,15 @@ def _take_layer_like(known: _Side, stored: GivenWeights) -> GivenWeights:
 
 
 def _run_models(
-    sides: tuple[_Side, _Side], inputs: Tensor | Inputs | Mapping[str, Any] | None
+    sides: tuple[_Side, _Side], inputs: Tensor | Mapping[str, Any] | None
 ) -> tuple[ModelRun, ModelRun] | None:
     """Return runs of two models, or of a model and of layers that are stored; None for others."""
-    if isinstance(inputs, Inputs):
-        return None
-    # Whatever takes tokens or keyword arguments is a whole model.
-    takes_tokens = isinstance(inputs, Mapping)
-    takes_tokens |= isinstance(inputs, Tensor) and not inputs.is_floating_point()
-    first, second = (
-        each.kind == "model"
-        or (takes_tokens and isinstance(each.value, nn.Module) and each.kind != "layer")
-        for each in sides
+    # Whatever module takes tokens or keyword arguments is a whole model.
+    is_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point()
+    kinds = {"model"} | (
+        {"module", "function"} if is_tokens or isinstance(inputs, Mapping) else set()
     )
+    first, second = (each.kind in kinds and isinstance(each.value, nn.Module) for each in sides)
     a, b = (each.value for each in sides)
     if first and second:
         sizes = [size for model in (a, b) if (size := read_vocabulary_size(model)) is not None]
@@ -253,6 +255,18 @@ def _run_stored_layers(path: Path, model: ModelRun) -> ModelRun:
         name, call = f"layer {number} of {path.name}", stored.record(other.call.inputs)
         runs.append(LayerRun(name, call, stored.model, stored=stored.dtype))
     return ModelRun(path.name, runs, None, model.inputs)
+
+
+def _record_parts(first: Subject, second: Subject, parts: Mapping[str, nn.Module]) -> None:
+    function, known = (first, second) if isinstance(first, BlackBox) else (second, first)
+    if not isinstance(function, BlackBox) or known.model is None:
+        raise OptionError(
+            saw=f"parts beside {first.kind} and {second.kind}",
+            needed="a function, and a layer whose weights and settings are known",
+            do="leave parts out, or compare(port, layer, parts=...)",
+        )
+    settings = known.model.settings
+    function.parts = Parts(parts, settings.num_heads, settings.num_kv_heads)
 
 
 def _make_subject(side: _Side, other: _Side) -> Subject:
@@ -292,20 +306,6 @@ def _make_subject(side: _Side, other: _Side) -> Subject:
         needed="an attention layer, a function of tensors, or weights",
         do="headwise.compare(ported_layer, original_layer)",
     )
-
-
-def _record_parts_of_function(
-    first: Subject, second: Subject, parts: Mapping[str, nn.Module]
-) -> None:
-    function, known = (first, second) if isinstance(first, BlackBox) else (second, first)
-    if not isinstance(function, BlackBox) or known.model is None:
-        raise OptionError(
-            saw=f"parts beside {first.kind} and {second.kind}",
-            needed="a function, and a layer whose weights and settings are known",
-            do="leave parts out, or compare(port, layer, parts=...)",
-        )
-    settings = known.model.settings
-    function.parts = Parts(parts, settings.num_heads, settings.num_kv_heads)
 
 
 def _compare_functions(
