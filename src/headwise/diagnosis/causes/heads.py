@@ -7,8 +7,6 @@ weights of every head can be read off the outputs. Changes of a model that hold 
 in later calls, or beside those of another cause, are made here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
