@@ -21,8 +21,8 @@ from benchmarks.faults.reference_layer import ReferenceLayer
 from benchmarks.faults.same import SAME
 from benchmarks.faults.subtle import SUBTLE
 from benchmarks.faults.unknown import MECHANISMS
-from headwise.diagnosis.layers import Comparison
-from headwise.diagnosis.models import compare_runs
+from headwise.diagnosis.attentions import Comparison
+from headwise.diagnosis.model_runs import compare_runs
 from headwise.diagnosis.probes import NamedInputs, make_probe_inputs
 from headwise.identify.catalogue import CAUSES, Cause
 from headwise.identify.results import Diagnosis, Verdict

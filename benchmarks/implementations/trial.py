@@ -12,11 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise import compare
-from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.errors import HeadwiseError
-from headwise.identify.results import Diagnosis
-from headwise.diagnosis.results import Diagnosis
 from headwise.function.rounding import relative_difference_norm
+from headwise.identify.results import Diagnosis
 from tools.huggingface_classes import classes, comparing
 from tools.huggingface_classes import trial as class_trial
 from tools.huggingface_classes.inputs import ERRORS

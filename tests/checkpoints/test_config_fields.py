@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints import config, defaults
+from headwise.checkpoints import config
 from tests.quick import others_extra
 from tools.config_fields import tried
 

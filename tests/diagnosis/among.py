@@ -5,7 +5,7 @@ from typing import Any
 
 from headwise import Attention
 from headwise.diagnosis import Inputs
-from headwise.diagnosis.layers import Comparison
+from headwise.diagnosis.attentions import Comparison
 from headwise.diagnosis.probes import choose_inputs, make_further_probes
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.steps import make_function

@@ -26,7 +26,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.opt.modeling_opt import OPTAttention
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.layers import Comparison
+from headwise.diagnosis.attentions import Comparison
 from headwise.diagnosis.probes import choose_inputs
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.diagnosis.subjects.layers import NativeSubject

@@ -19,9 +19,9 @@ from headwise.diagnosis.subjects.run import run_beside, run_model
 from headwise.errors import OptionError
 from headwise.identify.comparison import ModelComparison
 from headwise.identify.results import Diagnosis, Verdict
-from tests.quick import others_extra, others_slow
 from headwise.scanning.sites import find_sites
 from headwise.scanning.tape import record_tape, run_with
+from tests.quick import others_extra, others_slow
 from tests.refusals import refusals
 
 WIDTH, HEADS, LAYERS, TOKENS, BATCH = 30, 3, 3, 11, 2

@@ -13,7 +13,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from benchmarks.implementations import trial
 from headwise import compare, register_huggingface
 from headwise.diagnosis.subjects import run
-from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.function.rounding import exceeds_rounding, relative_difference_norm
 from headwise.identify.comparison import ModelComparison
 from headwise.identify.results import Verdict

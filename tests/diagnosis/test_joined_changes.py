@@ -11,8 +11,8 @@ import torch
 
 from headwise import Attention, Rotary
 from headwise.diagnosis.causes.evidence import Evidence
+from headwise.diagnosis.causes.heads import merge_models
 from headwise.diagnosis.pairs import ALONE
-from headwise.diagnosis.simulation.merging import merge_models
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.trials import Trial, Trials

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.outputs import values
+from headwise.diagnosis.outputs import reading
 from headwise.errors import OptionError
 from headwise.function.scaling import YarnScaling
 from headwise.identify.results import Verdict
@@ -89,7 +89,7 @@ def test_random_outputs_with_nan_are_refused() -> None:
 
 
 def test_sizes_whose_squares_are_zero() -> None:
-    assert values._size(torch.full((3, 4), 1e-200, dtype=torch.float64)) > 0
+    assert reading._size(torch.full((3, 4), 1e-200, dtype=torch.float64)) > 0
 
 
 @pytest.mark.parametrize("factor", others_extra([1e20, 1e-200]))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, compare
-from headwise.diagnosis.layers import Comparison
+from headwise.diagnosis.attentions import Comparison
 from headwise.diagnosis.probes import choose_inputs
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.layers import NativeSubject

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
 
 from headwise import compare
-from headwise.diagnosis.layers import Comparison
+from headwise.diagnosis.attentions import Comparison
 from headwise.diagnosis.probes import choose_inputs
 from headwise.diagnosis.subjects.transformers import TransformersSubject
 from headwise.errors import OptionError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headwise.diagnosis.patterns import describe_calls, describe_positions
+from headwise.diagnosis.explained import describe_calls, describe_positions
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 
 

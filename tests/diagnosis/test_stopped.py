@@ -120,7 +120,7 @@ def test_a_budget_is_positive(layer: Attention, budget: float) -> None:
 def test_the_calls_of_a_slow_function_are_counted(
     layer: Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwise.diagnosis.layers.SLOW", 0.0)
+    monkeypatch.setattr("headwise.diagnosis.attentions.SLOW", 0.0)
     said: list[str] = []
 
     def report(stage: str, done: int, total: int) -> None:

@@ -15,7 +15,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis import Inputs
 from headwise.diagnosis.causes.evidence import Family, Variant
-from headwise.diagnosis.patterns import describe_matrix
+from headwise.diagnosis.explained import describe_matrix
 from headwise.diagnosis.repairs.rows import write_form, write_weight_lines
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.parts import holds_modules

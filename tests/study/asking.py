@@ -1,8 +1,8 @@
 """Asking a question again after something was broken."""
 
-from headwise.study.question import Answer, answer_question, load_question
-from headwise.study.run import answer_question
 from __future__ import annotations
+
+from headwise.study.question import Answer, answer_question, load_question
 
 
 def ask(name: str) -> Answer:

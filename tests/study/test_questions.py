@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from headwise.study import output as charts, page as charts, question as catalogue, run as catalogue
+from headwise.study import output as charts
+from headwise.study import question as catalogue
 from headwise.study.question import Answer, Question, answer_question, load_question
-from headwise.study.run import answer_question
 from tests.quick import others_extra, others_slow
 from tests.reports.html import Tree
 from tools import study as documentation

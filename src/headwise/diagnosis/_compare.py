@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import Tensor, nn
 
 from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.source import CheckpointSource
-from headwise.diagnosis import functions, models, probes, watch
-from headwise.diagnosis.layers import Comparison
+from headwise.diagnosis import functions, model_runs, probes, watch
+from headwise.diagnosis.attentions import Comparison
 from headwise.diagnosis.probes import ComparisonInputs
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.diagnosis.subjects import layers, recording, steps, subject, transformers
@@ -86,87 +86,79 @@ def compare(
         ShapeError: the two take tokens of other widths, or there are no tokens.
     """
     with watch.watching(budget, progress):
-        return _compare(a, b, inputs, gradients=gradients, parts=parts)
+        sides = _open_side("a", a), _open_side("b", b)
+        return _compare(*sides, inputs, gradients=gradients, parts=parts)
+
+
+NAMED_LAYERS = (Attention, nn.MultiheadAttention)
+FUNCTIONS = (BlackBox, TransformersSubject)  # that may have no data
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """One of the two that are compared."""
+
+    name: str  # of the argument, "a" or "b"
+    value: Any  # the argument; of a wrapper of peft the layer that it holds
+    # "recording"; "weights", by their path or as a state dict; "layer", of headwise or torch;
+    # "module", an attention of transformers; "model", of several layers or with embeddings; or
+    # "function" for all else.
+    kind: str
+
+    @property
+    def is_path(self) -> bool:
+        return isinstance(self.value, str | Path)
+
+    @property
+    def is_layer(self) -> bool:
+        return self.kind in ("layer", "module")
+
+
+def _open_side(name: str, given: object) -> _Side:
+    value, kind = layers.layer_with_adapters(given), "function"
+    if recording.is_recording(value):
+        kind = "recording"
+    elif isinstance(value, str | os.PathLike | Mapping):
+        kind = "weights"
+    elif isinstance(value, NAMED_LAYERS):
+        kind = "layer"
+    elif transformers.is_transformers_attention(value):
+        kind = "module"
+    elif isinstance(value, nn.Module):
+        count = sum(isinstance(each, NAMED_LAYERS) for each in value.modules())
+        kind = "model" if count > 1 or hasattr(value, "get_input_embeddings") else kind
+    return _Side(name, value, kind)
 
 
 def _compare(
-    a: Comparable,
-    b: Comparable,
+    first: _Side,
+    second: _Side,
     inputs: ComparisonInputs | None,
     *,
     gradients: bool,
     parts: Mapping[str, nn.Module] | None,
 ) -> Diagnosis:
-    a, b = layers.layer_with_adapters(a), layers.layer_with_adapters(b)
-    inputs = probes.read_inputs(inputs)
-    if _can_compare_as_weights(a, b):
-        _refuse_gradient_comparison("weights", asked=gradients)
-        return _compare_stored_weights(a, b)
-    if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
-        _refuse_gradient_comparison("whole models", asked=gradients)
-        return models.compare_runs(*runs)
-    return _compare_layers(a, b, inputs, gradients=gradients, parts=parts)
-
-
-def _compare_layers(
-    a: Comparable,
-    b: Comparable,
-    inputs: Tensor | Inputs | Mapping[str, Any] | None,
-    *,
-    gradients: bool,
-    parts: Mapping[str, nn.Module] | None,
-) -> Diagnosis:
-    _refuse_model_beside_layer("a", a, b)
-    _refuse_model_beside_layer("b", b, a)
-    sides = _load_layer_of_same_number(a, b), _load_layer_of_same_number(b, a)
-    first, second = _make_subject("a", sides[0]), _make_subject("b", sides[1])
-    subject.require_finite_weights("a", first)
-    subject.require_finite_weights("b", second)
+    given = probes.read_inputs(inputs)
+    if _are_weights(first, second):
+        _refuse_gradients("weights", asked=gradients)
+        return _compare_weights(first, second)
+    if not isinstance(given, Inputs) and (runs := _run_models((first, second), given)):
+        _refuse_gradients("whole models", asked=gradients)
+        return model_runs.compare_runs(*runs)
+    subjects = _make_subject(first, second), _make_subject(second, first)
+    for name, each in zip("ab", subjects, strict=True):
+        subject.require_finite_weights(name, each)
     if parts is not None:
-        _record_parts_of_function(first, second, parts)
-    are_functions = isinstance(first, FUNCTIONS) and isinstance(second, FUNCTIONS)
-    if are_functions and first.model is None and second.model is None:
-        _refuse_gradient_comparison("two functions", asked=gradients)
-        return _compare_as_functions(first, second, inputs)
-    chosen = probes.choose_inputs(first, second, inputs)
-    comparison = Comparison(first, second, chosen)
-    comparison.further = [] if inputs is not None else probes.make_further_probes((first, second))
+        _record_parts(*subjects, parts)
+    if all(isinstance(each, FUNCTIONS) and each.model is None for each in subjects):
+        _refuse_gradients("two functions", asked=gradients)
+        return _compare_functions(subjects, given)
+    comparison = Comparison(*subjects, probes.choose_inputs(*subjects, given))
+    comparison.further = [] if given is not None else probes.make_further_probes(subjects)
     return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
 
 
-def _compare_as_functions(
-    first: Subject, second: Subject, inputs: Tensor | Inputs | Mapping[str, Any] | None
-) -> Diagnosis:
-    """Compare two functions; modules have the masks and the rotations of their models."""
-    sides = (x.function if isinstance(x, TransformersSubject) else x for x in (first, second))
-    a, b = (each for each in sides if isinstance(each, BlackBox))
-    modules = (x for x in (first, second) if isinstance(x, TransformersSubject))
-    width = next((x.token_width for x in modules), None)
-    if inputs is None and width is not None:
-        [probe, *_] = probes.make_probe_inputs((width, width), crosses=False)
-    else:
-        [probe, *_] = probes.choose_inputs(a, b, inputs)
-    diagnosis = functions.compare_functions(a, b, probe)
-    assert diagnosis.function is not None
-    limits = (*diagnosis.function.isolated, *first.limits, *second.limits)
-    return replace(diagnosis, function=replace(diagnosis.function, isolated=limits))
-
-
-def _record_parts_of_function(
-    first: Subject, second: Subject, parts: Mapping[str, nn.Module]
-) -> None:
-    function, known = (first, second) if isinstance(first, BlackBox) else (second, first)
-    if not isinstance(function, BlackBox) or known.model is None:
-        raise OptionError(
-            saw=f"parts beside {first.kind} and {second.kind}",
-            needed="a function, and a layer whose weights and settings are known",
-            do="leave parts out, or compare(port, layer, parts=...)",
-        )
-    settings = known.model.settings
-    function.parts = Parts(parts, settings.num_heads, settings.num_kv_heads)
-
-
-def _refuse_gradient_comparison(what: str, *, asked: bool) -> None:
+def _refuse_gradients(what: str, *, asked: bool) -> None:
     if asked:
         raise OptionError(
             saw=f"gradients=True for {what}",
@@ -175,124 +167,45 @@ def _refuse_gradient_comparison(what: str, *, asked: bool) -> None:
         )
 
 
-def _run_models(
-    a: object, b: object, inputs: Tensor | Mapping[str, Any] | None
-) -> tuple[ModelRun, ModelRun] | None:
-    """Return runs of two models, or of a model and of layers that are stored; None for others."""
-    if _is_whole_model(a, inputs) and _is_whole_model(b, inputs):
-        sizes = [size for model in (a, b) if (size := read_vocabulary_size(model)) is not None]
-        return run_models(a, b, inputs, vocabulary=min(sizes, default=None))
-    if _is_whole_model(a, inputs) and isinstance(b, str | Path):
-        run = run_model(a, inputs)
-        return run, _run_stored_layers(Path(b), run)
-    if _is_whole_model(b, inputs) and isinstance(a, str | Path):
-        run = run_model(b, inputs)
-        return _run_stored_layers(Path(a), run), run
-    return None
-
-
-def _is_whole_model(value: object, inputs: ComparisonInputs | None) -> TypeGuard[nn.Module]:
-    """True for a model of several layers: it takes tokens or keyword arguments, or embeds."""
-    if not isinstance(value, nn.Module) or isinstance(value, NAMED_LAYERS):
-        return False
-    takes_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point()
-    holds_several = sum(isinstance(m, NAMED_LAYERS) for m in value.modules())
-    return (
-        takes_tokens
-        or isinstance(inputs, Mapping)
-        or holds_several > 1
-        or hasattr(value, "get_input_embeddings")
-    )
-
-
-def _refuse_model_beside_layer(name: str, model: object, other: object) -> None:
-    """Raise OptionError for a whole model whose attention the caller meant."""
-    if not (_is_layer(other) and _is_whole_model(model, None)):
-        return
-    if not (modules := layers.read_attention_modules(model)):
-        return
-    code = re.sub(r"\.(\d+)", r"[\1]", modules[0].prefix.rstrip("."))
-    raise OptionError(
-        saw=f"{name} is a whole model, {type(model).__name__}, and the other is one layer",
-        needed="two layers, or two models",
-        do=f"give one of its layers, such as {name}={name}.{code}",
-    )
-
-
-def _is_layer(value: object) -> bool:
-    return isinstance(value, NAMED_LAYERS) or transformers.is_transformers_attention(value)
-
-
-def _make_subject(name: str, value: object) -> Subject:
-    if isinstance(value, Attention):
-        return layers.NativeSubject(value)
-    if isinstance(value, nn.MultiheadAttention):
-        return layers.TorchSubject(value)
-    if transformers.is_transformers_attention(value):
-        return TransformersSubject(value)
-    if isinstance(value, str | Path) and recording.is_recording(value):
-        return recording.Recording(Path(value))
-    if isinstance(value, WEIGHTS):
-        raise OptionError(
-            saw=f"{name} as weights and the other as what runs",
-            needed="weights on both sides, or a layer of headwise or torch on the other",
-            do=f"build the layer from its tensors: {name}=headwise.Attention.from_layout(state, "
-            'layout="gpt2", num_heads=12)'
-            if isinstance(value, Mapping)
-            else f"load the layer: {name}=headwise.checkpoints.load_attention(path, layer=3)",
-        )
-    if (function := steps.make_function(value, type(value).__name__)) is not None:
-        return function
-    raise OptionError(
-        saw=f"{name} of type {type(value).__name__}",
-        needed="an attention layer, a function of tensors, or weights",
-        do="headwise.compare(ported_layer, original_layer)",
-    )
-
-
-WEIGHTS = (str, os.PathLike, Mapping)
-FUNCTIONS = (BlackBox, TransformersSubject)  # that may have no data
-NAMED_LAYERS = (Attention, nn.MultiheadAttention)
-
-
-def _can_compare_as_weights(a: object, b: object) -> bool:
-    stored = [isinstance(each, WEIGHTS) and not recording.is_recording(each) for each in (a, b)]
+def _are_weights(first: _Side, second: _Side) -> bool:
+    """True for weights beside weights, beside a layer, or beside a module with a config."""
+    stored = [each.kind == "weights" for each in (first, second)]
     if all(stored) or not any(stored):
         return all(stored)
-    weights, module = (a, b) if stored[0] else (b, a)
-    has_config = isinstance(weights, Mapping) and hasattr(module, "config")
-    return isinstance(module, NAMED_LAYERS) or (has_config and isinstance(module, nn.Module))
+    weights, other = (first, second) if stored[0] else (second, first)
+    has_config = isinstance(weights.value, Mapping) and hasattr(other.value, "config")
+    return other.kind == "layer" or (has_config and isinstance(other.value, nn.Module))
 
 
-def _compare_stored_weights(*sides: Any) -> Diagnosis:
-    module = next((side for side in sides if isinstance(side, nn.Module)), None)
-    config = None
-    if module is not None and not isinstance(module, NAMED_LAYERS):
-        config = module.config.to_dict()  # type: ignore[operator, union-attr]
-    heads = module.num_heads if isinstance(module, NAMED_LAYERS) else None
-    kv_heads = module.num_kv_heads if isinstance(module, Attention) else None
-    counts = {"heads": heads, "kv_heads": kv_heads}
+def _compare_weights(*sides: _Side) -> Diagnosis:
+    known = next((side for side in sides if isinstance(side.value, nn.Module)), None)
+    module: Any = None if known is None else known.value
+    config, counts = None, {"heads": None, "kv_heads": None}
+    if known is not None and known.kind == "layer":
+        counts = {"heads": module.num_heads, "kv_heads": getattr(module, "num_kv_heads", None)}
+    elif known is not None:
+        config = module.config.to_dict()
     opened = []
     for which, side in zip(("first", "second"), sides, strict=True):
-        state = side.state_dict() if isinstance(side, nn.Module) else side
+        state = module.state_dict() if side is known else side.value
         title = f"the {which} state dict"
-        opened.append(open_weights(state, counts, config=config, title=title))
-    first, second = (
-        weights if module is None or side is module else _take_layer_like(module, weights)
-        for side, weights in zip(sides, opened, strict=True)
-    )
-    return verify_opened(first, second)
+        stored = open_weights(state, counts, config=config, title=title)
+        if known is not None and side is not known:
+            stored = _take_layer_like(known, stored)
+        opened.append(stored)
+    return verify_opened(opened[0], opened[1])
 
 
-def _take_layer_like(module: nn.Module, stored: GivenWeights) -> GivenWeights:
+def _take_layer_like(known: _Side, stored: GivenWeights) -> GivenWeights:
     """Return the stored weights of the layer that a module is; all for a whole model."""
-    modules = matching = _find_stored_attention_modules(stored) if _is_layer(module) else ()
+    modules = matching = tuple[NamedModule, ...]()
+    if known.is_layer:  # which is found by names: the stored ones may have other counts
+        found = replace(stored, known={}).detection()
+        groups = (*found.candidates, *found.misplaced, *found.damaged)
+        modules = matching = max((group[0].modules for group in groups), key=len, default=())
     if len(modules) > 1:
-        number = (
-            transformers.stated_layer_index(module)
-            if transformers.is_transformers_attention(module)
-            else None
-        )
+        is_module = known.kind == "module"
+        number = transformers.stated_layer_index(known.value) if is_module else None
         matching = tuple(each for each in modules if each.layer == number)
     if len(matching) == 1:
         start, tensors = matching[0].prefix, stored.tensors
@@ -311,18 +224,27 @@ def _take_layer_like(module: nn.Module, stored: GivenWeights) -> GivenWeights:
     )
 
 
-def _find_stored_attention_modules(stored: GivenWeights) -> tuple[NamedModule, ...]:
-    detection = replace(stored, known={}).detection()  # by names: the layer may have other counts
-    groups = (*detection.candidates, *detection.misplaced, *detection.damaged)
-    return max((group[0].modules for group in groups), key=len, default=())
-
-
-def _load_layer_of_same_number(value: object, other: object) -> object:
-    """Return the stored layer of the same number, for files beside an attention of transformers."""
-    is_file = isinstance(value, str | Path) and not recording.is_recording(value)
-    if is_file and transformers.is_transformers_attention(other):
-        return load_attention(Path(str(value)), layer=transformers.stated_layer_index(other) or 0)
-    return value
+def _run_models(
+    sides: tuple[_Side, _Side], inputs: Tensor | Mapping[str, Any] | None
+) -> tuple[ModelRun, ModelRun] | None:
+    """Return runs of two models, or of a model and of layers that are stored; None for others."""
+    # Whatever module takes tokens or keyword arguments is a whole model.
+    is_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point()
+    kinds = {"model"} | (
+        {"module", "function"} if is_tokens or isinstance(inputs, Mapping) else set()
+    )
+    first, second = (each.kind in kinds and isinstance(each.value, nn.Module) for each in sides)
+    a, b = (each.value for each in sides)
+    if first and second:
+        sizes = [size for model in (a, b) if (size := read_vocabulary_size(model)) is not None]
+        return run_models(a, b, inputs, vocabulary=min(sizes, default=None))
+    if first and sides[1].is_path:
+        run = run_model(a, inputs)
+        return run, _run_stored_layers(Path(b), run)
+    if second and sides[0].is_path:
+        run = run_model(b, inputs)
+        return _run_stored_layers(Path(a), run), run
+    return None
 
 
 def _run_stored_layers(path: Path, model: ModelRun) -> ModelRun:
@@ -333,3 +255,73 @@ def _run_stored_layers(path: Path, model: ModelRun) -> ModelRun:
         name, call = f"layer {number} of {path.name}", stored.record(other.call.inputs)
         runs.append(LayerRun(name, call, stored.model, stored=stored.dtype))
     return ModelRun(path.name, runs, None, model.inputs)
+
+
+def _record_parts(first: Subject, second: Subject, parts: Mapping[str, nn.Module]) -> None:
+    function, known = (first, second) if isinstance(first, BlackBox) else (second, first)
+    if not isinstance(function, BlackBox) or known.model is None:
+        raise OptionError(
+            saw=f"parts beside {first.kind} and {second.kind}",
+            needed="a function, and a layer whose weights and settings are known",
+            do="leave parts out, or compare(port, layer, parts=...)",
+        )
+    settings = known.model.settings
+    function.parts = Parts(parts, settings.num_heads, settings.num_kv_heads)
+
+
+def _make_subject(side: _Side, other: _Side) -> Subject:
+    name, value = side.name, side.value
+    if side.kind == "weights" and side.is_path and other.kind == "module":
+        number = transformers.stated_layer_index(other.value) or 0
+        return layers.NativeSubject(load_attention(Path(value), layer=number))
+    is_whole = side.kind == "model" and other.is_layer
+    if is_whole and (modules := layers.read_attention_modules(value)):
+        code = re.sub(r"\.(\d+)", r"[\1]", modules[0].prefix.rstrip("."))
+        raise OptionError(
+            saw=f"{name} is a whole model, {type(value).__name__}, and the other is one layer",
+            needed="two layers, or two models",
+            do=f"give one of its layers, such as {name}={name}.{code}",
+        )
+    if side.kind == "weights":
+        raise OptionError(
+            saw=f"{name} as weights and the other as what runs",
+            needed="weights on both sides, or a layer of headwise or torch on the other",
+            do=f"build the layer from its tensors: {name}=headwise.Attention.from_layout(state, "
+            'layout="gpt2", num_heads=12)'
+            if isinstance(value, Mapping)
+            else f"load the layer: {name}=headwise.checkpoints.load_attention(path, layer=3)",
+        )
+    if isinstance(value, Attention):
+        return layers.NativeSubject(value)
+    if side.kind == "layer":
+        return layers.TorchSubject(value)
+    if side.kind == "module":
+        return TransformersSubject(value)
+    if side.kind == "recording":
+        return recording.Recording(Path(value))
+    if (function := steps.make_function(value, type(value).__name__)) is not None:
+        return function
+    raise OptionError(
+        saw=f"{name} of type {type(value).__name__}",
+        needed="an attention layer, a function of tensors, or weights",
+        do="headwise.compare(ported_layer, original_layer)",
+    )
+
+
+def _compare_functions(
+    sides: tuple[Subject, Subject], inputs: Tensor | Inputs | Mapping[str, Any] | None
+) -> Diagnosis:
+    """Compare two functions; modules have the masks and the rotations of their models."""
+    a, b = (x.function if isinstance(x, TransformersSubject) else x for x in sides)
+    assert isinstance(a, BlackBox)
+    assert isinstance(b, BlackBox)
+    modules = (x for x in sides if isinstance(x, TransformersSubject))
+    width = next((x.token_width for x in modules), None)
+    if inputs is None and width is not None:
+        [probe, *_] = probes.make_probe_inputs((width, width), crosses=False)
+    else:
+        [probe, *_] = probes.choose_inputs(a, b, inputs)
+    diagnosis = functions.compare_functions(a, b, probe)
+    assert diagnosis.function is not None
+    limits = (*diagnosis.function.isolated, *sides[0].limits, *sides[1].limits)
+    return replace(diagnosis, function=replace(diagnosis.function, isolated=limits))

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from headwise.diagnosis import watch
 from headwise.diagnosis.causes.evidence import Evidence, Variant
+from headwise.diagnosis.causes.heads import merge_models
 from headwise.diagnosis.fit import compute_residuals, fit_numbers, heads_by_stage
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import Cell, measure_gaps
-from headwise.diagnosis.simulation.merging import merge_models
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.diagnosis.trials import (
     NamedCause,
@@ -123,13 +123,20 @@ class _Pairs:
         """Return the shares of entries that a variant leaves in the calls that part, and sizes."""
         shares, sizes = [], []
         for number in self.by_size:
-            call, bound = self.evidence.calls[number], self._bounds[number]
-            apart = self._difference(trial.variant.model, call)
-            shares.append(1.0 if apart is None else float((apart > bound).double().mean()))
-            size = math.inf if apart is None else float(apart.masked_fill(apart.isinf(), 0).norm())
+            call = self.evidence.calls[number]
+            share, size = self._left(trial, call, self._bounds[number])
             whole = float(call.stages[self.stage].nan_to_num(0, 0, 0).norm())
+            shares.append(min(share, 1.0))
             sizes.append(size / (whole or 1.0))  # all may be 0, or NaN
         return round(sum(shares), DIGITS), sum(sizes)
+
+    def _left(self, trial: Trial, call: RecordedCall, bound: Tensor) -> tuple[float, float]:
+        """Return the share of entries that a variant leaves in a call, and the norm."""
+        apart = self._difference(trial.variant.model, call)
+        if apart is None:
+            return math.inf, math.inf
+        share = float((apart > bound).double().mean())
+        return share, float(apart.masked_fill(apart.isinf(), 0.0).norm())
 
     @cached_property
     def _bounds(self) -> dict[int, Tensor]:
@@ -366,13 +373,8 @@ class _Pairs:
         ]
 
     def _left_in_smallest_call(self, trial: Trial) -> tuple[float, float]:
-        """Return the share of entries that a variant leaves in the smallest call, and the norm."""
         small = self.trials.smallest[self.stage]
-        apart = self._difference(trial.variant.model, small.call)
-        if apart is None:
-            return math.inf, math.inf
-        share = float((apart > small.bound).double().mean())
-        return share, float(apart.masked_fill(apart.isinf(), 0.0).norm())
+        return self._left(trial, small.call, small.bound)
 
     def _fitted(
         self, pair: Sequence[Trial], cells: Sequence[Cell], starts: Sequence[Sequence[float]] = ()

@@ -387,15 +387,11 @@ def _find_mask(
         given = replace(inputs, mask=tried)
         # A mask loses the axis of the batch or that of the queries, if one of them has length 1.
         fits = not functions[0].squeezes_masks or 1 in (tried.shape[0], tried.shape[2])
-        sees = all(_sees_a_key_in_each_row(model, given) for model in known) or tried is mask
+        scores = (model.prepare_stage("scores", RecordedCall(given, {})) for model in known)
+        sees = all(bool(visible_keys(x).any(-1).all()) for x in scores) or tried is mask
         if fits and sees and all(each.accepts(given) for each in functions):
             return replace(probe, inputs=given)
     return None
-
-
-def _sees_a_key_in_each_row(model: AttentionModel, inputs: Inputs) -> bool:
-    forced = model.prepare_stage("scores", RecordedCall(inputs, {}))
-    return bool(visible_keys(forced).any(-1).all())
 
 
 STEPS = (1, 3, 1)  # tokens of the calls after the first one

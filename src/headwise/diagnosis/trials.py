@@ -13,23 +13,19 @@ from headwise.diagnosis import watch
 from headwise.diagnosis.causes import (
     axes,
     decoding,
-    dropout,
     dtypes,
-    eviction,
     flattening,
-    gates,
     heads,
     masks,
     norms,
-    relative,
     rotary,
     scores,
     weights,
 )
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant
-from headwise.diagnosis.causes.parts import limit
+from headwise.diagnosis.causes.heads import limit, within
 from headwise.diagnosis.fit import fit_numbers
-from headwise.diagnosis.simulation import gaps, merging
+from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import WHOLE, Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.identify import catalogue
@@ -41,15 +37,11 @@ MODULES = (
     flattening,
     heads,
     norms,
-    gates,
     rotary,
     scores,
-    relative,
     dtypes,
     masks,
-    dropout,
     decoding,
-    eviction,
 )
 ALONG_KEYS = (
     masks.__name__,
@@ -325,5 +317,5 @@ def _apply_variant_in_cells(
     for stage in explained:
         heads = sorted({head for s, _, head in cells if s == stage})
         some = any(cell[0] == stage for cell in broken)
-        model = merging.replace_stage_in_heads(model, variant.model, stage, heads if some else None)
+        model = within(model, variant.model, stage, heads if some else None)
     return model, True

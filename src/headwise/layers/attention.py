@@ -20,11 +20,10 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.function.gate import gate_width
-from headwise.function.spec import AttentionSpec, GateKind, require_conflicts_accepted
-from headwise.function.stages import STAGES, scores, split_heads
-from headwise.layers import base, checks, conversion, hooks, packing
 from headwise.function.records import STAGES
-from headwise.function.rotary import Rotary
+from headwise.function.spec import AttentionSpec, require_conflicts_accepted
+from headwise.function.stages import scores, split_heads
+from headwise.layers import base, checks, conversion, hooks, packing
 from headwise.layers.cache import Cache
 from headwise.layers.linear import LayerExplanation, projection_line
 from headwise.layouts import registry

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence
-from headwise.diagnosis.search import CauseSearchResult, search_causes
+from headwise.diagnosis.explained import CauseSearchResult, search_causes
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Inputs, RecordedCall
 from headwise.function.spec import AttentionSpec, RotaryRule
 from headwise.identify.catalogue import CAUSES

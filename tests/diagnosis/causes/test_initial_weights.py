@@ -9,7 +9,7 @@ from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import Probe, default_probe
 from benchmarks.faults.geometries import GEOMETRIES, Kind, layer_of
 from headwise.diagnosis.causes.evidence import Evidence
-from headwise.diagnosis.search import NamedCause, search_causes
+from headwise.diagnosis.explained import NamedCause, search_causes
 from headwise.identify.catalogue import CAUSES, INITIAL_WEIGHTS
 from tests.quick import others_slow
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant
-from headwise.diagnosis.outputs.values import read_values, read_values_by_head
+from headwise.diagnosis.outputs.reading import read_values, read_values_by_head
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Inputs, RecordedCall
 from headwise.diagnosis.trials import SEARCHES
 from headwise.function.rotary import rotate_by_rule

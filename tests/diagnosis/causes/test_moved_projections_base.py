@@ -15,7 +15,7 @@ from benchmarks.faults.fault_case import default_probe
 from benchmarks.faults.geometries import GEOMETRIES, layer_of
 from benchmarks.faults.reference_layer import ReferenceLayer
 from headwise.diagnosis.causes.evidence import Evidence
-from headwise.diagnosis.search import NamedCause, search_causes
+from headwise.diagnosis.explained import NamedCause, search_causes
 from headwise.identify.catalogue import CAUSES
 from tests.quick import others_slow
 

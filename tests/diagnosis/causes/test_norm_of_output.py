@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Rotary
-from headwise.diagnosis.layers import Comparison
+from headwise.diagnosis.attentions import Comparison
 from headwise.diagnosis.probes import make_probes
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.subjects.function import BlackBox

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Variant
-from headwise.diagnosis.simulation.merging import merge_models
+from headwise.diagnosis.causes.heads import merge_models
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.trials import SEARCHES
 from headwise.function.spec import AlibiRule

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, compare
-from headwise.diagnosis.outputs import scores
+from headwise.diagnosis.outputs import reading
 from headwise.diagnosis.outputs.names import FEWEST, find_output_moves
 from headwise.diagnosis.outputs.runs import Runs, agrees
 from headwise.diagnosis.simulation.model import AttentionModel
@@ -233,7 +233,7 @@ def test_outputs_are_read_where_they_differ_alone(factor: float) -> None:
 def test_a_head_of_zeros_is_named_where_nothing_can_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scores, "MOST_INPUTS", 0)  # as at the widths of whole models
+    monkeypatch.setattr(reading, "MOST_INPUTS", 0)  # as at the widths of whole models
     model, moves, runs = search(clear_a_head_of_keys, plain.MANY)
     # Scores of 0 do not tell whether q or k is 0.
     assert {(move.cause.name, *move.roles, move.name.text) for [move] in moves} == {

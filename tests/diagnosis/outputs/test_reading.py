@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.diagnosis.outputs import scores, values
+from headwise.diagnosis.outputs import reading
+from headwise.diagnosis.outputs.reading import solve, with_constant
 from headwise.diagnosis.outputs.runs import agrees, draw_tokens, relative_gap
-from headwise.diagnosis.outputs.solving import solve, with_constant
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from tests.diagnosis.outputs import plain
 
@@ -53,7 +53,7 @@ def test_values_follow_from_the_output_projection(options: dict[str, Any]) -> No
     state["wv"] = 0.3 * torch.randn(state["wv"].shape)
     state["bv"] = torch.randn(state["bv"].shape)
     _, runs = plain.model_and_runs(layer, plain.port(state, layer, is_array=True))
-    read = values.read_values(model, runs.random_call(model, 70, 1, crosses=False), 1e-6)
+    read = reading.read_values(model, runs.random_call(model, 70, 1, crosses=False), 1e-6)
     assert read is not None
     assert runs.is_fine
     assert torch.allclose(read.weights["wv"].flatten(0, 1).float(), state["wv"], atol=1e-6)
@@ -65,9 +65,9 @@ def test_values_of_wide_heads_follow_from_several_tokens() -> None:
     state["wv"] = 0.3 * torch.randn(state["wv"].shape)
     model, runs = plain.model_and_runs(layer, plain.port(state, layer, is_array=True))
     single = runs.random_call(model, 70, 1, crosses=False)
-    assert values.read_values(model, single, 1e-6) is None
-    few = runs.random_call(model, values.count_sequences(model), 3, crosses=False)
-    read = values.read_values_by_head(model, few, 1e-6)
+    assert reading.read_values(model, single, 1e-6) is None
+    few = runs.random_call(model, reading.count_sequences(model), 3, crosses=False)
+    read = reading.read_values_by_head(model, few, 1e-6)
     assert read is not None
     assert torch.allclose(read.weights["wv"].flatten(0, 1).float(), state["wv"], atol=1e-6)
 
@@ -77,7 +77,7 @@ def test_the_output_projection_follows_from_values() -> None:
     state["wo"] = torch.randn(state["wo"].shape)
     model, runs = plain.model_and_runs(layer, plain.port(state, layer, is_array=True))
     few = runs.random_call(model, 60, 3, crosses=False)
-    read = values.read_output_projection(model, few, 1e-6)
+    read = reading.read_output_projection(model, few, 1e-6)
     assert read is not None
     assert torch.allclose(read.weights["wo"].flatten(0, 1).T.float(), state["wo"], atol=1e-5)
 
@@ -87,15 +87,15 @@ def test_outputs_that_are_not_affine_show_no_values() -> None:
     function = plain.port(state, layer)
     model, runs = plain.model_and_runs(layer, lambda x: function(x) ** 3)
     single = runs.random_call(model, 70, 1, crosses=False)
-    assert values.read_values(model, single, 1e-6) is None
-    assert values.read_output_projection(model, single, 1e-6) is None
+    assert reading.read_values(model, single, 1e-6) is None
+    assert reading.read_output_projection(model, single, 1e-6) is None
 
 
 def test_weights_of_two_tokens_are_those_of_the_softmax() -> None:
     layer, state = plain.make(**plain.MANY)
     model, runs = plain.model_and_runs(layer, plain.port(state, layer, is_array=True))
     call = runs.record(Inputs(draw_tokens((7, 2, 30), 5)))
-    read = scores.read_two_weights(model, call, 1e-6)
+    read = reading.read_two_weights(model, call, 1e-6)
     assert read is not None
     heads = (call.inputs.x @ state[f"w{role}"].T.double() + state[f"b{role}"] for role in "qk")
     q, k = (rows.unflatten(-1, (5, 6)).transpose(1, 2) for rows in heads)
@@ -113,7 +113,7 @@ def test_queries_follow_from_keys_and_keys_from_queries(
     matrix = state[f"w{role}"] = 0.2 * torch.randn(state[f"w{role}"].shape)
     function = plain.port(state, layer, causal=True, is_array=is_array)
     model, runs = plain.model_and_runs(layer, function)
-    reader = {"q": scores.read_queries, "k": scores.read_keys}[role]
+    reader = {"q": reading.read_queries, "k": reading.read_keys}[role]
     read = reader(model, runs, runs.tolerance, crosses=False)
     assert read is not None
     apart = read.weights[f"w{role}"].flatten(0, 1) - matrix
@@ -123,7 +123,7 @@ def test_queries_follow_from_keys_and_keys_from_queries(
         assert read.noise / 10 < float(apart.square().mean().sqrt()) / size < 10 * read.noise
 
 
-@pytest.mark.parametrize("reader", [scores.read_queries, scores.read_keys])
+@pytest.mark.parametrize("reader", [reading.read_queries, reading.read_keys])
 def test_other_values_show_no_scores(reader: Any) -> None:
     layer, state = plain.make(**plain.MANY)
     state["wv"] = state["wv"].flip(0)
@@ -138,7 +138,7 @@ def test_a_head_without_values_keeps_the_queries_of_the_model() -> None:
     with torch.no_grad():
         layer.out_proj.weight.copy_(state["wo"])
     model, runs = plain.model_and_runs(layer, plain.port(state, layer, is_array=True))
-    read = scores.read_queries(model, runs, runs.tolerance, crosses=False)
+    read = reading.read_queries(model, runs, runs.tolerance, crosses=False)
     assert read is not None
     expected = state["wq"].double().view(5, 6, 30).clone()
     expected[2] = model.weights["wq"][2]
@@ -162,4 +162,4 @@ def test_a_singular_matrix_divides_nothing() -> None:
     """A head of zeros in the output projection has any values."""
     right = torch.eye(4).double()
     right[2] = 0
-    assert values._divide(torch.ones(3, 4).double(), right, 1e-9) is None
+    assert reading._divide(torch.ones(3, 4).double(), right, 1e-9) is None

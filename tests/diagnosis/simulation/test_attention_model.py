@@ -9,7 +9,7 @@ from benchmarks.faults.fault_case import decoding_probe, default_probe, padded_p
 from benchmarks.faults.geometries import GEOMETRIES, layer_of
 from benchmarks.faults.geometry import Geometry
 from headwise.diagnosis.causes.evidence import Evidence
-from headwise.diagnosis.search import search_causes
+from headwise.diagnosis.explained import search_causes
 from headwise.diagnosis.simulation.gaps import allowed_difference, measure_gaps
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.function.records import STAGES

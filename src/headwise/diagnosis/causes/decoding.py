@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
+from headwise.diagnosis.causes.heads import change_later_calls
 from headwise.diagnosis.causes.masks import (
+    MOST_KEPT,
     MOST_KEYS,
     MaskChange,
     change_mask,
@@ -24,30 +26,19 @@ from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Rec
 from headwise.function.records import STAGES
 from headwise.identify.catalogue import PLACED, ROTATED, SCORES
 
-
-def change_later_calls(
-    evidence: Evidence,
-    stages: Sequence[str],
-    change: Callable[[ForcedStage], ForcedStage],
-    most: int | None = None,
-) -> AttentionModel:
-    """Return the model with other stages in calls with earlier keys, of so many tokens at most."""
-
-    def in_later_calls(forced: ForcedStage) -> Tensor:
-        is_short = most is None or forced.call.inputs.x.shape[1] <= most
-        return (change(forced) if forced.call.earlier and is_short else forced).usual_result()
-
-    return evidence.replace_stages(stages, in_later_calls)
-
-
-Positions = Callable[[RecordedCall], Tensor | None]
+Start = Callable[[RecordedCall], int]  # the position of the first token of a call
 
 
 def _place_later_calls(
-    evidence: Evidence, position: Positions, stages: Sequence[str] = PLACED
+    evidence: Evidence, start: Start | None, stages: Sequence[str] = PLACED
 ) -> AttentionModel:
+    """Return the model whose later calls count from a start; None to count padding too."""
+
     def place(call: RecordedCall) -> RecordedCall:
-        positions = position(call) if call.earlier else call.inputs.positions
+        positions = call.inputs.positions
+        if call.earlier:
+            shift = None if start is None else start(call) - call.past_key_count
+            positions = None if shift is None else call.query_positions + shift
         return replace(call, inputs=replace(call.inputs, positions=positions))
 
     return change_later_calls(evidence, stages, lambda x: replace(x, call=x.call.change(place)))
@@ -56,7 +47,6 @@ def _place_later_calls(
 MOST_POSITIONS = 16
 # What turns by other positions: all that depends on them, the rotation of both, or of one.
 PARTS = (("", PLACED), ("", ROTATED), ("q", ROTATED[:1]), ("k", ROTATED[1:]))
-Start = Callable[[RecordedCall], int]  # the position of the first token of a call
 
 
 def _position_in_decoding(evidence: Evidence) -> Variants:
@@ -66,7 +56,7 @@ def _position_in_decoding(evidence: Evidence) -> Variants:
     for words, start in starts.items():
         for roles, stages in parts:
             parameters = {"offset": words} | ({"roles": roles} if roles else {})
-            model = _place_later_calls(evidence, partial(_count_from, start), stages)
+            model = _place_later_calls(evidence, start, stages)
             yield Variant(model, parameters, "positions continue from the keys in the cache")
 
 
@@ -79,22 +69,14 @@ def _list_starts(evidence: Evidence) -> dict[int | str, Start]:
     }
     left, _ = evidence.model.settings.sides or (None, None)
     for kept in () if left is None else (left, left + 1):
-        starts[f"from the {kept} keys that are kept"] = partial(_count_kept_keys, kept)
+        starts[f"from the {kept} keys that are kept"] = partial(_start_behind, kept, 0)
     for offset in (n for n in range(-MOST_POSITIONS, MOST_POSITIONS + 1) if n):
-        starts[offset] = partial(_shift_start, offset)
+        starts[offset] = partial(_start_behind, MOST_KEPT, offset)
     return starts
 
 
-def _count_kept_keys(kept: int, call: RecordedCall) -> int:
-    return min(kept, call.past_key_count)
-
-
-def _shift_start(offset: int, call: RecordedCall) -> int:
-    return call.past_key_count + offset
-
-
-def _count_from(start: Start, call: RecordedCall) -> Tensor:
-    return call.query_positions + (start(call) - call.past_key_count)
+def _start_behind(kept: int, offset: int, call: RecordedCall) -> int:
+    return min(kept, call.past_key_count) + offset
 
 
 def _window_in_decoding(evidence: Evidence) -> Variants:
@@ -125,7 +107,7 @@ def _padding_in_decoding(evidence: Evidence) -> Variants:
         yield Variant(model, {"padding": words}, repair, details)
     if any(call.inputs.positions is not None for call in evidence.calls):
         repair = "positions that count the tokens and not the padding, in every call"
-        model = _place_later_calls(evidence, lambda _: None)
+        model = _place_later_calls(evidence, None)
         yield Variant(model, {"padding": "counted in the positions"}, repair)
 
 

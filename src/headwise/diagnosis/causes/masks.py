@@ -1,16 +1,17 @@
-"""Causes in masks: another polarity, alignment or window, and padding on another side."""
+"""Causes in what hides keys: masks, windows, padding, and caches that dropped keys."""
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.eviction import Eviction, hide_evicted_keys
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
+from headwise.diagnosis.causes.heads import change_later_calls
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import (
     AttentionModel,
@@ -22,7 +23,93 @@ from headwise.diagnosis.simulation.model import (
 )
 from headwise.errors import OptionError
 from headwise.function.distance import slopes_of
+from headwise.function.stages import repeat_kv_heads
 from headwise.identify.catalogue import SCORES
+
+FIRST = (0, 1, 2, 4)  # keys at the start that a cache may keep as attention sinks
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """The keys that are left of those of earlier calls."""
+
+    first: int = 0  # number of keys of the start that stay
+    last: int = 0  # likewise, of the end
+    missing: int = 0  # number of keys of the start that do not stay; 0 to state ``last``
+    holds_new: bool = False  # the new keys of a call, which always stay, are among the last ones
+    is_by_call: bool = False  # the keys of the call before this one stay, ``last`` at most
+
+    def remaining_keys(self, call: RecordedCall) -> Tensor:
+        """Return the numbers of the keys of a call."""
+        count = call.key_positions.shape[1]
+        if not call.earlier:
+            return torch.arange(count)
+        new, last = count - call.past_key_count, self.last
+        if self.is_by_call:
+            last = min(last, call.earlier[-1].inputs.x.shape[1])
+        size = max(last, new) if self.holds_new else last + new
+        start = min(self.missing, call.past_key_count) or max(count - size, 0)
+        return torch.cat([torch.arange(min(self.first, start)), torch.arange(start, count)])
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The numbers for a report."""
+        if self.missing:
+            return {"missing": self.missing}
+        if self.is_by_call:
+            return {"kept": "those of the last call"}
+        return {"kept": self.last} | ({"first": self.first} if self.first else {})
+
+
+def _list_evictions(past: int, left: int | None) -> Iterator[Eviction]:
+    for last in range(past):
+        yield Eviction(missing=last + 1)
+        for first in FIRST:
+            yield Eviction(first, last)
+            yield Eviction(first, last, holds_new=True)
+    yield Eviction(last=past if left is None else left, is_by_call=True)
+
+
+def _evicted_keys(evidence: Evidence) -> Variants:
+    later = next((call for call in evidence.calls if call.earlier), None)
+    if later is None:
+        return
+    every = later.key_positions.shape[1]
+    recorded = (later.stages[stage] for stage in ("scores", "weights") if stage in later.stages)
+    columns = next((x.shape[-1] for x in recorded), every)
+    if evidence.model.predict_stage("scores", later).shape[-1] != every:
+        return  # keys are dropped already
+    left, _ = evidence.model.settings.sides or (None, None)
+    for eviction in _list_evictions(max(call.past_key_count for call in evidence.calls), left):
+        if columns == every:
+            model = evidence.replace_stages(SCORES, hide_evicted_keys, eviction)
+        elif len(eviction.remaining_keys(later)) == columns:
+            model = evidence.replace_stages(
+                SCORES, lambda kept, x: x.usual_result()[..., kept.remaining_keys(x.call)], eviction
+            )
+            mix = partial(_mix_remaining_values, eviction)
+            model = model.with_stage_function("head outputs", mix)
+        else:
+            continue
+        repair = "a cache that holds every token of the sequence"
+        repair = repair if left is None else f"a cache that holds the last {left} tokens at least"
+        yield Variant(model, eviction.parameters, repair)
+
+
+def hide_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
+    """Return scores without the keys that a cache dropped."""
+    scores = forced.usual_result()
+    if scores.shape[-1] != forced.call.key_positions.shape[1]:  # some are dropped already
+        return scores
+    is_left = torch.zeros(scores.shape[-1], dtype=torch.bool)
+    is_left[eviction.remaining_keys(forced.call)] = True
+    return scores.masked_fill(~is_left, -torch.inf)
+
+
+def _mix_remaining_values(eviction: Eviction, forced: ForcedStage) -> Tensor:
+    values = forced.of_all_calls("v")[:, :, eviction.remaining_keys(forced.call)]
+    return forced["weights"] @ repeat_kv_heads(values, heads=forced["weights"].shape[1])
+
 
 MOST_SHIFTS = 12
 MOST_KEPT = 1 << 30  # keys of a cache that drops none
@@ -60,17 +147,26 @@ def _causal_mask_missing(evidence: Evidence) -> Variants:
         free = evidence.model.with_settings(causal=False, window=(left, None))
         yield from _with_later_keys(evidence, Variant(free, {}, CAUSAL))
         if evidence.has_masks:
-            change = partial(_change_where_no_mask_is_given, free)
-            model = evidence.replace_stages(SCORES, change)
+            model = evidence.replace_stages(
+                SCORES,
+                lambda x: (
+                    x if x.call.inputs.mask is not None else replace(x, model=free)
+                ).usual_result(),
+            )
             yield Variant(model, {"where": "no mask is given"}, CAUSAL)
         if evidence.has_later_calls:
             repair = f"{CAUSAL}, also where a cache has some"
             for ignores_mask in (False, True) if evidence.has_masks else (False,):
-                model = evidence.replace_stages(SCORES, _scores_of_later_calls, free, ignores_mask)
+                change = partial(_replace_model, free, ignores_mask)
+                model = change_later_calls(evidence, SCORES, change)
                 yield Variant(model, {"calls": "with a cache"}, repair)
     elif evidence.has_masks and not _has_padding(evidence):
-        model = evidence.replace_stages(SCORES, _scores_without_mask)
+        model = evidence.replace_stages(SCORES, lambda x: x.with_inputs(mask=None).usual_result())
         yield Variant(model, {}, "apply the causal mask of the call")
+
+
+def _replace_model(model: AttentionModel, ignores_mask: bool, forced: ForcedStage) -> ForcedStage:
+    return replace(forced.with_inputs(mask=None) if ignores_mask else forced, model=model)
 
 
 def _has_padding(evidence: Evidence) -> bool:
@@ -82,15 +178,6 @@ def _is_causal_mask(call: RecordedCall) -> bool:
         return True
     mask, ahead = torch.broadcast_tensors(mask, key_query_distances(call))
     return call.inputs.source is None and torch.equal(mask, ahead <= 0)
-
-
-def _scores_without_mask(forced: ForcedStage) -> Tensor:
-    return forced.with_inputs(mask=None).usual_result()
-
-
-def _change_where_no_mask_is_given(changed: AttentionModel, forced: ForcedStage) -> Tensor:
-    has_mask = forced.call.inputs.mask is not None
-    return (forced if has_mask else replace(forced, model=changed)).usual_result()
 
 
 def _causal_mask_inverted(evidence: Evidence) -> Variants:
@@ -112,14 +199,12 @@ def _with_later_keys(evidence: Evidence, variant: Variant) -> Variants:
     """
     yield from _with_filled_rows(evidence, variant)
     if (slopes := slopes_of(evidence.model.settings)) is not None:
-        add = partial(_add_signed_bias, slopes)
-        model = variant.model.with_slopes(None).with_stage_function("scores", add)
+        by_distance = slopes[:, None, None]
+        model = variant.model.with_slopes(None).with_stage_function(
+            "scores", lambda x: x.usual_result() + by_distance * key_query_distances(x.call)
+        )
         details = {"bias of later keys": "grows with the distance"}
         yield from _with_filled_rows(evidence, replace(variant, model=model, details=details))
-
-
-def _add_signed_bias(slopes: Tensor, forced: ForcedStage) -> Tensor:
-    return forced.usual_result() + slopes[:, None, None] * key_query_distances(forced.call)
 
 
 def _with_filled_rows(evidence: Evidence, variant: Variant) -> Variants:
@@ -150,15 +235,6 @@ def _align_later_calls(free: AttentionModel, left: int | None) -> Variants:
                 function = partial(_scores_with_top_left_mask, usual, kept, window, fewest)
                 changed = model.with_stage_function("scores", function)
                 yield Variant(changed, {"align": "top-left"}, 'Mask.causal(align="bottom-right")')
-
-
-def _scores_of_later_calls(
-    other: AttentionModel, ignores_mask: bool, forced: ForcedStage
-) -> Tensor:
-    if not forced.call.earlier:
-        return forced.usual_result()
-    forced = forced.with_inputs(mask=None) if ignores_mask else forced
-    return replace(forced, model=other).usual_result()
 
 
 def _scores_with_top_left_mask(
@@ -454,7 +530,11 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
         if seen and max(seen) < longest - 1:
             model = evidence.model.with_settings(window=seen)
             yield Variant(model, {"window": seen}, "no window", is_unexpected=True)
-        yield from _variants_of_windowed_masks(evidence, longest)
+        left = _infer_left_window_of_masks(evidence)
+        for length in range(min(MOST_KEYS, longest - 1)) if left is not None else ():
+            if left is not None and length != left:
+                model = evidence.replace_stages(SCORES, _scores_with_window, length)
+                yield Variant(model, {"window": count_window(length)}, f"sliding_window={left + 1}")
         return
     left, right = settings.sides or (None, None)
     repair = f"window=({left}, {0 if settings.causal else right})"
@@ -512,15 +592,6 @@ def _infer_left_window_of_masks(evidence: Evidence) -> int | None:
         return None
     lefts = [_infer_left_window_from_mask(call) for call in evidence.calls]
     return None if None in lefts else max(each for each in lefts if each is not None)
-
-
-def _variants_of_windowed_masks(evidence: Evidence, longest: int) -> Iterator[Variant]:
-    left = _infer_left_window_of_masks(evidence)
-    for length in range(min(MOST_KEYS, longest - 1)) if left is not None else ():
-        if length != left:
-            assert left is not None
-            model = evidence.replace_stages(SCORES, _scores_with_window, length)
-            yield Variant(model, {"window": count_window(length)}, f"sliding_window={left + 1}")
 
 
 def _infer_left_window_from_mask(call: RecordedCall) -> int | None:

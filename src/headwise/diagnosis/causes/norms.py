@@ -113,14 +113,12 @@ def _norm_of_another_role(evidence: Evidence) -> Variants:
             stage = other if other == "v" else f"{other} after norm"
             model = evidence.replace_stages([stage], _normalise_by_norm_of, role)
             if is_moved:
-                model = model.with_stage_function(f"{role} after norm", _leave_as_it_is)
+                model = model.with_stage_function(
+                    f"{role} after norm", lambda stage: stage[stage.stage[0]]
+                )
             words = f"{other} in place of {role}" if is_moved else f"{other} as well"
             repair = f"normalise {role} alone by the norm of {role}"
             yield Variant(model, {"norm of": role, "on": words}, repair)
-
-
-def _leave_as_it_is(forced: ForcedStage) -> Tensor:
-    return forced[forced.stage[0]]
 
 
 def _normalise_by_norm_of(role: str, forced: ForcedStage) -> Tensor:
@@ -128,10 +126,7 @@ def _normalise_by_norm_of(role: str, forced: ForcedStage) -> Tensor:
     if norm is None:  # another cause removed the norm
         return forced.usual_result()
     x = forced.usual_result() if forced.stage == "v" else forced[forced.stage[0]]
-    weight, bias = (
-        forced.model.weights.get(f"{role}_norm"),
-        forced.model.weights.get(f"{role}_norm_bias"),
-    )
+    weight, bias = (forced.model.weights.get(f"{role}_norm{end}") for end in ("", "_bias"))
     return normalise_heads(norm, x, weight, bias)
 
 

@@ -75,8 +75,16 @@ def _rotary_missing(evidence: Evidence) -> Variants:
                 model, {"of": "cached keys"}, "store keys in the cache as they are rotated"
             )
         return
+    width = evidence.model.sizes["head_dim"] // 2 * 2
     for pairing in PAIRINGS:
-        yield Family(partial(_add_rotation, evidence.model, pairing), THETAS, is_log=True)
+
+        def make(theta: float, pairing: Pairing = pairing) -> Variant:
+            rotary = RotaryRule(theta, width, pairing, scaling=None)
+            model = evidence.model.with_settings(rotary=rotary)
+            parameters = {"rotary": pairing, "theta": theta}
+            return Variant(model, parameters, "leave out the rotation", is_unexpected=True)
+
+        yield Family(make, THETAS, is_log=True)
 
 
 def _leave_cached_keys(keys: Tensor, forced: ForcedStage) -> Tensor:
@@ -85,14 +93,6 @@ def _leave_cached_keys(keys: Tensor, forced: ForcedStage) -> Tensor:
     if plain.shape != keys.shape:  # another cause repeats heads
         return keys
     return torch.cat([plain[:, :, :past], keys[:, :, past:]], 2)
-
-
-def _add_rotation(model: AttentionModel, pairing: Pairing, theta: float) -> Variant:
-    width = model.sizes["head_dim"] // 2 * 2
-    rotary = RotaryRule(theta, width, pairing, scaling=None)
-    parameters = {"rotary": pairing, "theta": theta}
-    model, repair = model.with_settings(rotary=rotary), "leave out the rotation"
-    return Variant(model, parameters, repair, is_unexpected=True)
 
 
 @_of_rotation

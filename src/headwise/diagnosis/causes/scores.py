@@ -1,26 +1,32 @@
 """Causes in the scores and their softmax.
 
-The scale, the softcap and the bias by distance; the axis, the dtype and the sinks of the softmax.
+The scale, the softcap and the bias by distance; the axis, the dtype, the sinks and the dropout of
+the softmax.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.decoding import change_later_calls
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
-from headwise.diagnosis.causes.parts import fit_by_head
-from headwise.diagnosis.outputs.solving import solve, with_constant
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.diagnosis.causes.heads import change_later_calls, fit_by_head
+from headwise.diagnosis.outputs.reading import solve, with_constant
+from headwise.diagnosis.simulation.model import (
+    AttentionModel,
+    ForcedStage,
+    RecordedCall,
+    key_query_distances,
+)
 from headwise.errors import OptionError
-from headwise.function.distance import slopes_of
+from headwise.function.distance import bucket_of_distances, count_unshared_distances, slopes_of
 from headwise.function.records import scale_products
-from headwise.function.spec import Softcap
+from headwise.function.spec import BucketRule, Softcap
+from headwise.function.stages import repeat_kv_heads
 from headwise.identify.catalogue import SCORES, WEIGHTS
 from headwise.identify.moves.move import find_factor_formula, format_dtype, list_formulas
 from headwise.layers.distance import alibi_slopes
@@ -295,13 +301,9 @@ def _softmax_in_dtypes(
     stored: torch.dtype, within: torch.dtype, after: torch.dtype, forced: ForcedStage
 ) -> Tensor:
     scores = forced["scores"].to(stored).to(within)
-    return _softmax_with_sink(scores, forced.model.weights.get("sink")).to(after).double()
-
-
-def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> Tensor:
-    if sink is None:
-        return scores.softmax(-1).nan_to_num(0.0)
-    return _join_sink(scores, sink).softmax(-1)[..., :-1]
+    if (sink := forced.model.weights.get("sink")) is None:
+        return scores.softmax(-1).nan_to_num(0.0).to(after).double()
+    return _join_sink(scores, sink).softmax(-1)[..., :-1].to(after).double()
 
 
 def _join_sink(scores: Tensor, sink: Tensor) -> Tensor:
@@ -374,3 +376,209 @@ def _cut_column(place: str, forced: ForcedStage) -> Tensor:
     columns = columns if place == "first" else columns.roll(1, -1)
     weights = columns.softmax(-1)
     return weights[..., 1:] if place == "first" else weights[..., :-1]
+
+
+# From which distance on all share the last bucket, numbers that people choose first.
+MAX_DISTANCES = (*(2**n for n in range(12)), *range(1, 400))
+
+Buckets = Callable[[Tensor], Tensor]  # of distances, key less query
+Bias = Callable[[Tensor, Tensor], Tensor]  # of distances (batch, queries, keys) and the table
+
+
+def _bias_otherwise(evidence: Evidence, bias: Bias) -> AttentionModel:
+    """Return the model with another bias, (batch, heads, queries, keys), in place of its own."""
+
+    def score(forced: ForcedStage) -> Tensor:
+        table = forced.model.weights.get("distances")
+        if table is None:  # another cause has left the bias out
+            return forced.usual_result()
+        bare = forced.model.with_settings(score_bias=None).with_weights(distances=None)
+        added = bias(key_query_distances(forced.call)[:, 0], table)
+        return replace(forced, model=bare).usual_result() + added
+
+    return evidence.replace_stages(SCORES, score)
+
+
+def _look_up(buckets: Buckets, distances: Tensor, table: Tensor) -> Tensor:
+    return table[buckets(distances)].permute(0, 3, 1, 2)
+
+
+def _buckets_of_rule(rule: BucketRule, max_exact: int | None = None) -> Buckets:
+    count, most = rule.buckets, rule.max_distance
+    assert isinstance(count, int)
+    assert isinstance(most, int)
+
+    def buckets(distances: Tensor) -> Tensor:
+        both = bool(rule.bidirectional)
+        return bucket_of_distances(distances, count, most, bidirectional=both, max_exact=max_exact)
+
+    return buckets
+
+
+def _relative_bias_buckets(evidence: Evidence) -> Variants:
+    rule = evidence.model.settings.buckets
+    if rule is None:
+        return
+    reach = max(call.key_positions.shape[1] for call in evidence.calls)
+    distances = torch.arange(1 - reach, reach)
+    tried = {tuple(_buckets_of_rule(rule)(distances).tolist())}
+    repair = f"buckets={rule.buckets}, max_distance={rule.max_distance}"
+    repair = f"T5Bias({repair}, bidirectional={rule.bidirectional})"
+    for words, buckets in _list_buckets(rule):
+        numbers = tuple(buckets(distances).tolist())
+        if numbers not in tried:
+            tried.add(numbers)
+            model = _bias_otherwise(evidence, partial(_look_up, buckets))
+            yield Variant(model, words, repair)
+
+
+def _list_buckets(rule: BucketRule) -> Iterator[tuple[dict[str, int], Buckets]]:
+    count, most, both = rule.buckets, rule.max_distance, bool(rule.bidirectional)
+    assert isinstance(count, int)
+    assert isinstance(most, int)
+    for is_two_sided in (both, not both):
+        words = {} if is_two_sided == both else {"bidirectional": is_two_sided}
+        turned = replace(rule, bidirectional=is_two_sided)
+        for fewer in (count, *(2**n for n in range(1, count.bit_length()) if 2**n < count)):
+            near = count_unshared_distances(fewer, bidirectional=is_two_sided)
+            if 0 < near < most:
+                number = {} if fewer == count else {"buckets": fewer}
+                yield {**words, **number}, _buckets_of_rule(replace(turned, buckets=fewer))
+        for exact in range(1, min((count // 2 if is_two_sided else count) + 1, most)):
+            yield {**words, "max_exact": exact}, _buckets_of_rule(turned, exact)
+        near = count_unshared_distances(count, bidirectional=is_two_sided)
+        for distance in MAX_DISTANCES:
+            if distance > near:
+                changed = replace(turned, max_distance=distance)
+                yield {**words, "max_distance": distance}, _buckets_of_rule(changed)
+
+
+def _relative_bias_reversed(evidence: Evidence) -> Variants:
+    rule = evidence.model.settings.buckets
+    if rule is not None:
+        usual = _buckets_of_rule(rule)
+        bias = partial(_look_up, lambda distances: usual(-distances))
+        repair = "relative_position = key_position[None, :] - query_position[:, None]"
+        model = _bias_otherwise(evidence, bias)
+        yield Variant(model, {"distance": "query less key"}, repair)
+        model = evidence.model.with_weights(distances=evidence.model.weights["distances"].flip(1))
+        yield Variant(model, {"heads": "in reverse order"}, "table.flip(1), (buckets, heads)")
+
+
+def _relative_bias_reshaped(evidence: Evidence) -> Variants:
+    rule = evidence.model.settings.buckets
+    if rule is None:
+        return
+    table = evidence.model.weights["distances"]
+    buckets, heads = table.shape
+    tables = {
+        "as if it were (heads, buckets)": table.reshape(heads, buckets).T,
+        "transposed and read as (buckets, heads)": table.T.reshape(buckets, heads),
+    }
+    if buckets == heads:
+        tables["transposed"] = table.T
+    for words, other in tables.items():
+        model = evidence.model.with_weights(distances=other.contiguous())
+        repair = "the table is (buckets, heads): transpose it, do not reshape it"
+        yield Variant(model, {"table": words}, repair)
+    bias = partial(_reshape_bias, _buckets_of_rule(rule))
+    repair = "bias.permute(2, 0, 1), from (queries, keys, heads), in place of a reshape"
+    parameters = {"bias": "(queries, keys, heads), read as (heads, queries, keys)"}
+    yield Variant(_bias_otherwise(evidence, bias), parameters, repair)
+
+
+def _reshape_bias(buckets: Buckets, distances: Tensor, table: Tensor) -> Tensor:
+    bias = table[buckets(distances)]
+    batch, queries, keys, heads = bias.shape
+    return bias.reshape(batch, heads, queries, keys)
+
+
+ROUND, NEAR = 3, 1e-5  # digits of usual rates, and how near one is read
+
+
+@dataclass(frozen=True)
+class _Dropped:
+    """Entries of the weights or the output of one call that were kept, and their factor."""
+
+    kept: Tensor
+    factor: float
+
+
+def _dropout_left_on(evidence: Evidence) -> Variants:
+    read = _compare_weights
+    if evidence.shows_outputs_alone:
+        most, read = count_readable_tokens(evidence.model), _read_outputs
+        if any(call.key_positions.shape[1] > most for call in evidence.calls):
+            return
+    dropped = {call.key: each for call in evidence.calls if (each := read(evidence.model, call))}
+    if len(dropped) < len(evidence.calls):
+        return
+    model, rates = evidence.model, dict[str, float]()
+    for part, (stage, name) in enumerate((("weights", "p"), ("output", "p of the output"))):
+        of_calls = {key: each[part] for key, each in dropped.items()}
+        rate = _rate(each.factor for each in of_calls.values())
+        kept = {key: each.kept for key, each in of_calls.items()}
+        model = model.with_stage_function(stage, partial(_drop, kept, 1 / (1 - rate)))
+        rates |= {name: rate} if rate else {}
+    drops_output = not all(bool(each[1].kept.all()) for each in dropped.values())
+    if drops_output and [*rates] == ["p"]:  # without a bias, which would tell the factors apart
+        rates = {"p of both": rates["p"]}
+    if rates:
+        yield Variant(model, rates, "call eval(), or pass dropout_p=0.0 outside of training")
+
+
+def _compare_weights(model: AttentionModel, call: RecordedCall) -> tuple[_Dropped, _Dropped] | None:
+    actual, usual = call.stages.get("weights"), model.predict_stage("weights", call)
+    if actual is None or actual.shape != usual.shape:
+        return None
+    kept = actual != 0
+    ratios = (actual / usual)[kept & (usual > 0)]
+    return _Dropped(kept, float(ratios.median())), _Dropped(torch.ones(1).bool(), 1.0)
+
+
+def count_readable_tokens(model: AttentionModel) -> int:
+    """Return the largest number of tokens whose weights an output shows, each one."""
+    heads, out_dim = model.sizes["heads"], model.sizes["out_dim"]
+    return (out_dim - 1) // (2 * heads)  # half the channels may be dropped too
+
+
+def _read_outputs(model: AttentionModel, call: RecordedCall) -> tuple[_Dropped, _Dropped] | None:
+    """Return what the output of a call was made of; None where it does not show that."""
+    (wo, bias), output = model.projection("o"), call.stages["output"]
+    bare = RecordedCall(call.inputs, {})
+    forced = model.prepare_stage("output", bare)
+    if forced.result.shape != output.shape or not output.isfinite().all() or not output.any():
+        return None
+    keys = bare.key_positions.shape[1]
+    weights = model.predict_stage("weights", bare)
+    values = repeat_kv_heads(forced.of_all_calls("v"), heads=len(wo))
+    parts = torch.einsum("bhqj,bhjd,hde->bqehj", weights, values, wo).flatten(3)
+    kept_output = output != 0
+    # Dropout of the output alone multiplies the bias too.
+    has_bias = bias is not None and bool(bias.any())
+    if bias is not None and has_bias:
+        parts = torch.cat([parts, bias[:, None].expand(*parts.shape[:3], 1)], 3)
+    sizes = torch.linalg.lstsq(parts * kept_output[..., None], output[..., None], driver="gelsd")
+    read = sizes.solution[..., 0]
+    of_output = float(read[..., -1].median()) if has_bias else 1.0
+    read = read[..., : len(wo) * keys].unflatten(2, (len(wo), keys)).transpose(1, 2)
+    kept = read > float(read.max()) / 2
+    factor = float(read[kept].median()) / of_output
+    if not has_bias and not kept_output.all() and (kept | (weights == 0)).all():
+        factor, of_output = 1.0, factor
+    return _Dropped(kept, factor), _Dropped(kept_output, of_output)
+
+
+def _rate(factors: Iterable[float]) -> float:
+    """Return the share that is dropped where the others are multiplied by these; 0 for none."""
+    rate = 1 - 1 / float(torch.tensor([*factors]).double().median())
+    usual = round(rate, ROUND)
+    rate = usual if abs(rate - usual) < NEAR else rate
+    return rate if 0 < rate < 1 else 0.0
+
+
+def _drop(kept: Mapping[object, Tensor], factor: float, forced: ForcedStage) -> Tensor:
+    usual, left = forced.usual_result(), kept.get(forced.call.key)
+    if left is None or left.shape != usual.shape:
+        return usual
+    return torch.where(left, factor * usual, 0.0)

@@ -1,18 +1,23 @@
 """Causes in the weights of projections: exchanged, rounded, not loaded, not merged or not used.
 
+The output gate is a projection too: it is missing, of another function, or merged otherwise.
+
 Most mistakes in weights are moves (`headwise.identify.moves`), and have no function here.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations, product
 
 import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants, flatten_tokens
-from headwise.diagnosis.simulation import gaps, merging
+from headwise.diagnosis.causes.heads import narrowest_dtype, within
+from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
-from headwise.function.records import STAGE_OF
+from headwise.function import stages
+from headwise.function.records import STAGE_OF, output_gates
 from headwise.function.weights import State
 from headwise.identify import catalogue
 from headwise.identify.catalogue import Cause
@@ -226,7 +231,6 @@ def _fit_weights_variant(
     return Variant(evidence.model.with_weights(**changes), parameters, repair)
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LOW = 4  # a rank is low if so many times it fits into the matrix
 
 
@@ -320,16 +324,9 @@ def _count_ranks(change: Tensor, rounding: Tensor) -> int:
 def _norm_of_stored_rounding(evidence: Evidence, x: Tensor, matrix: Tensor) -> Tensor:
     """Return the norm of the products of tokens with the rounding of stored sums of weights.
 
-    Roundings are independent, so their squares add up. They are those of the narrowest dtype that
-    holds every weight of the model.
+    Roundings are independent, so their squares add up.
     """
-    weights = evidence.model.weights.values()
-    holds = (
-        dtype
-        for dtype in DTYPES
-        if all(torch.equal(weight.to(dtype).to(weight.dtype), weight) for weight in weights)
-    )
-    unit = torch.finfo(next(holds)).eps / 2
+    unit = torch.finfo(narrowest_dtype(evidence.model.weights)).eps / 2
     return unit * (x.square() @ matrix.square()).sum().sqrt()
 
 
@@ -374,6 +371,55 @@ def _module_bypassed(evidence: Evidence) -> Variants:
     for roles in _all_and_each(evidence.parted_roles):
         model = evidence.model
         for role in roles:
-            model = merging.replace_stage_in_heads(model, of_weights, STAGE_OF[role], None)
+            model = within(model, of_weights, STAGE_OF[role], None)
         repair = f"call the modules of {', '.join(roles)}"
         yield Variant(model, {"roles": "".join(roles)}, repair)
+
+
+def _output_gate_missing(evidence: Evidence) -> Variants:
+    if "wg" in evidence.model.weights:
+        model = evidence.model.with_weights(wg=None, bg=None).with_settings(output_gate=None)
+        kind = evidence.model.settings.output_gate
+        repair = f'multiply the head outputs by the sigmoid of gate_proj(x): output_gate="{kind}"'
+        yield Variant(model, {"gate": "none"}, repair)
+
+
+def _gate_without_sigmoid(evidence: Evidence) -> Variants:
+    if "wg" in evidence.model.weights:
+        model = evidence.replace_stages(("head outputs",), _multiply_by_projection)
+        yield Variant(model, {"gate": "linear"}, "multiply by torch.sigmoid(gate_proj(x))")
+
+
+def _multiply_by_projection(forced: ForcedStage) -> Tensor:
+    """Return head outputs times the projection of their gate, without its sigmoid."""
+    weight, bias = forced.model.weights.get("wg"), forced.model.weights.get("bg")
+    if weight is None:  # another change left the gate out
+        return forced.usual_result()
+    bare = forced.model.with_weights(wg=None, bg=None)
+    gates = stages.project_heads(forced.call.inputs.x, weight, bias)
+    return replace(forced, model=bare).usual_result() * gates
+
+
+def _gate_merged(evidence: Evidence) -> Variants:
+    if "wg" not in evidence.model.weights:
+        return
+    for done, change in VIEWS.items():
+        model = evidence.replace_stages(("head outputs",), _gate_heads, change)
+        repair = (
+            f"transpose heads and length of the gate where it is {done}, as of the head outputs"
+        )
+        yield Variant(model, {"gate": done}, repair)
+
+
+# Changes of (batch, heads, length, d): to the memory of (batch, length, heads, d), or from it.
+VIEWS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "merged": lambda x: x.reshape(x.transpose(1, 2).shape).transpose(1, 2),
+    "split": lambda x: x.transpose(1, 2).reshape(x.shape),
+}
+
+
+def _gate_heads(change: Callable[[Tensor], Tensor], forced: ForcedStage) -> Tensor:
+    if (gates := output_gates(forced.given)) is None:  # with another cause, which leaves it out
+        return forced.usual_result()
+    bare = replace(forced, model=forced.model.with_weights(wg=None, bg=None)).usual_result()
+    return bare * change(gates)

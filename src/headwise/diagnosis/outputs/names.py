@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis import watch
-from headwise.diagnosis.outputs import scores, values
+from headwise.diagnosis.outputs import reading
+from headwise.diagnosis.outputs.reading import Read
 from headwise.diagnosis.outputs.runs import Runs, agree_on_few, agrees, predict_each
-from headwise.diagnosis.outputs.solving import Read
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.errors import OptionError
 from headwise.function.records import STAGES
@@ -232,7 +232,7 @@ class _Search(_MoveList):
         has_bias = settings.score_bias is not ABSENT or "distances" in model.weights
         if model.replaced or settings.cap is not None or self.runs.is_narrow:
             return
-        weights = scores.read_two_weights(model, pair, 10 * self.runs.tolerance)
+        weights = reading.read_two_weights(model, pair, 10 * self.runs.tolerance)
         if weights is None or not bool((weights > 0).all()):
             return
         seen, logits = weights.prod(2), weights.log()
@@ -263,20 +263,20 @@ class _Search(_MoveList):
         model, tolerance = self.model, self.runs.tolerance
         if model.replaced or self.runs.is_narrow:
             return
-        read = values.read_values(model, single, tolerance)
-        projection = values.read_output_projection(model, single, tolerance)
+        read = reading.read_values(model, single, tolerance)
+        projection = reading.read_output_projection(model, single, tolerance)
         yield from (read, projection)
-        if count := values.count_sequences(model):  # with less noise, where the scores are right
+        if count := reading.count_sequences(model):  # with less noise, where the scores are right
             few = self.runs.random_call(model, count, 3, crosses=self.crosses)
             if read is None or not self.runs.is_fine:
-                yield values.read_values_by_head(model, few, tolerance)
+                yield reading.read_values_by_head(model, few, tolerance)
             if projection is None or not self.runs.is_fine:
-                yield values.read_output_projection(model, few, tolerance)
+                yield reading.read_output_projection(model, few, tolerance)
 
     def _read_scores(self) -> Iterator[Read | None]:
         if self.model.replaced or self.runs.is_narrow:
             return
-        for read in (scores.read_queries, scores.read_keys):
+        for read in (reading.read_queries, reading.read_keys):
             yield read(self.model, self.runs, self.runs.tolerance, crosses=self.crosses)
 
     def _name_reads(self, reads: Iterator[Read | None]) -> Iterator[Moves]:

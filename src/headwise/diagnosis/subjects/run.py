@@ -35,7 +35,6 @@ from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention
 from headwise.scanning.sites import Site, find_sites
 from headwise.scanning.tape import record_tape
-from headwise.support.quantised import require_unquantised
 from headwise.support.tensors import map_leaves
 from headwise.support.text import list_some
 

@@ -10,7 +10,7 @@ is compared with 1.95 / sqrt(n), which chance passes once in 1,000.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -355,9 +355,18 @@ def _find_moves_of_kind(
     ours, theirs = view_kind(a, kind), view_kind(b, kind)
     few, most = sorted(len(rows.get("wk", ())) for rows in (ours, theirs))
     if 0 < few < most and most % few == 0:
-        ours, theirs = (_repeat_kv_heads(x, most // len(x["wk"])) for x in (ours, theirs))
+        ours, theirs = (
+            {
+                name: x.repeat_interleave(most // len(rows["wk"]), 0) if name[1:] in "kv" else x
+                for name, x in rows.items()
+            }
+            for rows in (ours, theirs)
+        )
     apart = {*list_roles(ours)} ^ {*list_roles(theirs)}
-    lost, added = (_drop_zeros(rows, apart) for rows in (theirs, ours))
+    lost, added = (
+        [role for role in apart if f"w{role}" in rows and bool(rows[f"w{role}"].any())]
+        for rows in (theirs, ours)
+    )
     kept = {f"{letter}{role}" for role in ROLES if role not in apart for letter in "wb"} - {"bo"}
     ours, theirs = ({n: x for n, x in rows.items() if n in kept} for rows in (ours, theirs))
     report = find_moves(ours, theirs, tolerance=tolerance, **options) if ours else NONE
@@ -370,14 +379,6 @@ def _find_moves_of_kind(
     left = tuple(name_in_kind(kind, role) for role in rest)
     explained = tuple(role for role in list_roles(ours) if role not in rest)
     return replace(report, moves=moves, explained=explained, unexplained=left)
-
-
-def _repeat_kv_heads(rows: State, times: int) -> State:
-    return {n: x.repeat_interleave(times, 0) if n[1:] in ("k", "v") else x for n, x in rows.items()}
-
-
-def _drop_zeros(rows: State, roles: Iterable[str]) -> list[str]:
-    return [role for role in roles if f"w{role}" in rows and bool(rows[f"w{role}"].any())]
 
 
 def _find_initial_values(unexplained: Sequence[str], ours: State, theirs: State) -> list[Move]:

@@ -8,7 +8,7 @@ blocks of rows, heads or shards, are read off the labels.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import TypeAlias
 
 import torch
@@ -518,7 +518,7 @@ def find_cut_map(a: Tensor, b: Tensor, sizes: RowSizes, roles: tuple[str, ...]) 
         return None
     places = torch.cat([torch.arange(spans[role].start, spans[role].stop) for role in FUSED])
     fused, index, words, moved = b[places], torch.arange(sizes.total_rows), [], []
-    starts = dict(zip(FUSED, _starts_of_roles(sizes), strict=True))
+    starts = dict(zip(FUSED, accumulate(map(sizes.count_rows, FUSED), initial=0), strict=False))
     for role in roles:
         span = spans[role]
         if torch.equal(a[span], b[span]):
@@ -534,11 +534,6 @@ def find_cut_map(a: Tensor, b: Tensor, sizes: RowSizes, roles: tuple[str, ...]) 
         FUSED_ROW_CUT, ", ".join(words), tuple(moved), CUT_ORDER, (("cut", ", ".join(words)),)
     )
     return RowMap((name,), index, is_permutation=False, space=sizes.roles) if moved else None
-
-
-def _starts_of_roles(sizes: RowSizes) -> list[int]:
-    counts = [sizes.count_rows(role) for role in FUSED]
-    return [sum(counts[:place]) for place in range(len(counts))]
 
 
 def _find_run(labels: Tensor, fused: Tensor) -> int | None:

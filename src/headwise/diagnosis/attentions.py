@@ -6,16 +6,17 @@ stages before it. So a cause explains the stages that part by their own doing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
 import torch
 
-from headwise.diagnosis import functions, models, probes, search, unseen, watch, ways
-from headwise.diagnosis.causes import dropout
+from headwise.diagnosis import functions, probes, unseen, watch
+from headwise.diagnosis.causes import scores
 from headwise.diagnosis.causes.evidence import Evidence
+from headwise.diagnosis.explained import ExplainedCalls, explain_other_way, search_causes
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import (
@@ -31,9 +32,15 @@ from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.subjects.parts import holds_modules
 from headwise.diagnosis.subjects.subject import ModuleSubject, Subject
 from headwise.errors import OptionError
-from headwise.function.rounding import coarsest, is_coarser
+from headwise.function.rounding import (
+    BACKWARD,
+    coarsest,
+    default_tolerance,
+    is_coarser,
+    relative_difference_norm,
+)
 from headwise.identify import catalogue
-from headwise.identify.comparison import SEED
+from headwise.identify.comparison import SEED, GradientGap
 from headwise.identify.results import Diagnosis, Verdict
 
 RECORD_PARTS = (
@@ -74,20 +81,19 @@ class Comparison:
         self.ran: list[NamedInputs] = []
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         self.failed: list[str] = []  # inputs on which the doubtful one failed, in words
-        self.known_calls, self.known_names = _record(self.known, filter(self._is_known, probes))
+        # The model of one without a cache computes calls with a cache.
+        takes_steps = self.known.step_arguments is not None
+        taken = (each for each in probes if takes_steps or not each.inputs.steps)
+        self.known_calls, self.known_names = _record(self.known, taken)
         if isinstance(self.doubtful, recording.Recording):
             self.doubtful.require_shapes_of(self.known_calls[0])
         # A layer's own calls may have causes too, such as hooks of its modules.
         assert self.known.model is not None
         self.model: AttentionModel = self.known.model
-        named = search.search_causes(Evidence.of(self.model, self.known_calls), catalogue.CAUSES)
+        named = search_causes(Evidence.of(self.model, self.known_calls), catalogue.CAUSES)
         self.runs_as_stated = not named.left.cells_beyond_rounding
         if named.causes and self.runs_as_stated:
             self.model = replace(named.causes[-1].model, of_weights=self.model)
-
-    def _is_known(self, probe: NamedInputs) -> bool:
-        """True if the known side takes an input; the model of one without a cache computes it."""
-        return not probe.inputs.steps or self.known.step_arguments is not None
 
     def diagnosis(self) -> Diagnosis:
         """Return the verdict and its evidence."""
@@ -98,18 +104,16 @@ class Comparison:
         time = watch.current()
         if isinstance(self.doubtful, BlackBox) and not time.stopped:
             self.doubtful.require_stateless()
-        side = self._side
-        everything = self._explain(calls, names, side)
+        side = "first" if self.doubtful is self.first else "second"
+        everything = ExplainedCalls(
+            self.model, calls, names, self.dtype, self.candidates, side, self._language
+        )
         if len({{*call.stages} == {"output"} for call in calls}) > 1:  # a cause shows in all calls
             everything = everything.with_outputs_alone(self.doubtful.runs)
             calls = [*everything.calls]
         explained = self._look_further(self._explain_by_few_calls(everything))
         if not explained.outputs_agree:
-            causes, left = explained.search
-            if left.cells_beyond_rounding or len(causes) > 1:
-                swapped = self._explain_with_roles_swapped(calls, explained)
-                shown = swapped or self._explain_by_outputs(explained)
-                explained = shown or self._explain_later_calls(explained) or explained
+            explained = self._explain_otherwise(calls, explained)
         verdict, blind, hidden = self._judge(explained, calls)
         if self._condition and verdict in (Verdict.SAME, Verdict.TO_ROUNDING):
             verdict = Verdict.UNDER_MASK
@@ -126,7 +130,7 @@ class Comparison:
             tried=0 if explained.has_other_rows else len(self.candidates),
             unseen=unseen.find_changes(self.model, calls, self.dtype) if hidden else (),
             unprobed=(*(self._list_unprobed_arguments() if hidden else ()), *self.failed),
-            ways=tuple(ways.describe(everything, self.probes, self.doubtful)),
+            ways=tuple(_describe_ways(everything, self.probes, self.doubtful)),
             stopped=time.stopped,
             untried=tuple(time.untried),
             condition=self._condition if verdict.is_same else "",
@@ -147,7 +151,7 @@ class Comparison:
         return f"The {name} is causal by itself; pass {mask} to the {needy}."
 
     def _judge(
-        self, explained: search.ExplainedCalls, calls: Sequence[RecordedCall]
+        self, explained: ExplainedCalls, calls: Sequence[RecordedCall]
     ) -> tuple[Verdict, str, bool]:
         """Return the verdict, why inputs could not show a difference, and if equality hides others.
 
@@ -172,7 +176,7 @@ class Comparison:
         return (Verdict.INCONCLUSIVE, blind, False) if blind else (verdict, "", hidden)
 
     def _diagnose_randomness(self, error: OptionError) -> Diagnosis:
-        sizes, most = self.known.input_widths, dropout.count_readable_tokens(self.model)
+        sizes, most = self.known.input_widths, scores.count_readable_tokens(self.model)
         is_random = isinstance(self.doubtful, BlackBox) and self.doubtful.is_random
         if not is_random or sizes is None or not most or self.candidates != catalogue.CAUSES:
             raise error
@@ -269,20 +273,13 @@ class Comparison:
         can_record = function.parts is None and holds_modules(function.function)
         return (*function.limits, *parts.sentences, *((RECORD_PARTS,) if can_record else ()))
 
-    def _explain(
-        self, calls: Sequence[RecordedCall], names: Sequence[str], side: str
-    ) -> search.ExplainedCalls:
-        return search.ExplainedCalls(
-            self.model, calls, names, self.dtype, self.candidates, side, self._language
-        )
-
     @property
     def _language(self) -> str:
         if not isinstance(self.doubtful, BlackBox):
             return ""
         return "numpy" if self.doubtful.takes_arrays else "torch"
 
-    def _look_further(self, explained: search.ExplainedCalls) -> search.ExplainedCalls:
+    def _look_further(self, explained: ExplainedCalls) -> ExplainedCalls:
         """Return what explains one call more, if a function agrees on all but that one.
 
         A window that is missing in shorter inputs may also be a longer one.
@@ -307,10 +304,10 @@ class Comparison:
                 if measure_gaps(model, [call]).cells_beyond_rounding:
                     calls, names = [*explained.calls, call], [*explained.names, probe.name]
                     options = (self.dtype, candidates, explained.side, self._language)
-                    return search.ExplainedCalls(self.model, calls, names, *options)
+                    return ExplainedCalls(self.model, calls, names, *options)
         return explained
 
-    def _explain_by_few_calls(self, everything: search.ExplainedCalls) -> search.ExplainedCalls:
+    def _explain_by_few_calls(self, everything: ExplainedCalls) -> ExplainedCalls:
         """Return what explains the calls, found without those of one token each if that is enough.
 
         Many short calls take long, and mostly show what a few longer ones show. Masks show another
@@ -323,12 +320,11 @@ class Comparison:
         few = [pair for pair in pairs if pair[1] not in short | masked]
         if everything.outputs_agree or not few or len(few) == len(pairs):
             return everything
-        calls, names = zip(*few, strict=True)
-        explained = self._explain(calls, names, everything.side)
+        explained = replace(everything, calls=[call for call, _ in few], names=[n for _, n in few])
         if explained.outputs_agree:
             return everything
-        causes, left = explained.search
-        if left.cells_beyond_rounding or not causes:
+        causes = explained.search.causes
+        if not explained.explains_all or not causes:
             return explained
         rest = [call for call, name in pairs if name in short - masked]
         is_wrong = measure_gaps(causes[-1].model, rest).cells_beyond_rounding
@@ -343,53 +339,45 @@ class Comparison:
         outputs = [self.doubtful.output(x) for x in (masked, replace(masked, mask=None))]
         return torch.equal(*outputs)
 
-    @property
-    def _side(self) -> str:
-        return "first" if self.doubtful is self.first else "second"
+    def _explain_otherwise(
+        self, calls: Sequence[RecordedCall], explained: ExplainedCalls
+    ) -> ExplainedCalls:
+        """Return what says more: the other way round, or by fewer stages or calls."""
+        count = len(explained.search.causes)
+        if explained.explains_all and count < 2:
+            return explained
+        model = self.doubtful.model if self.runs_as_stated else None
+        given = (self.known_calls, self.known_names, self.known.dtype, self.candidates)
+        side = "second" if explained.side == "first" else "first"
+        swapped = explain_other_way(model, calls, *given, side)
+        if swapped and (len(swapped.search.causes) < count or not explained.explains_all):
+            return swapped
+        return (
+            self._explain_by_outputs(explained) or self._explain_later_calls(explained) or explained
+        )
 
-    def _explain_with_roles_swapped(
-        self, calls: Sequence[RecordedCall], forward: search.ExplainedCalls
-    ) -> search.ExplainedCalls | None:
-        # So a part is named that the doubtful one has and the known one lacks.
-        model, side = self.doubtful.model, "second" if self.doubtful is self.first else "first"
-        if model is None or not self.runs_as_stated:
-            return None
-        if measure_gaps(model, calls).cells_beyond_rounding:
-            return None
-        dtype = self.known.dtype
-        known, names = self.known_calls, self.known_names
-        other = search.ExplainedCalls(model, known, names, dtype, self.candidates, side)
-        if other.search.left.cells_beyond_rounding:
-            return None
-        is_worse = len(other.search.causes) >= len(forward.search.causes)
-        return None if is_worse and not forward.search.left.cells_beyond_rounding else other
-
-    def _explain_by_outputs(self, explained: search.ExplainedCalls) -> search.ExplainedCalls | None:
+    def _explain_by_outputs(self, explained: ExplainedCalls) -> ExplainedCalls | None:
         runs = self.doubtful.runs
         shows_more = any({*call.stages} != {"output"} for call in explained.calls)
         if runs is None or not shows_more or explained.has_other_rows:
             return None
-        if not explained.search.left.cells_beyond_rounding:
+        if explained.explains_all:
             return None
         # Of stages that were recorded, pairs have been tried.
         other = replace(explained.with_outputs_alone(runs), in_pairs=False)
-        return None if other.search.left.cells_beyond_rounding else other
+        return other if other.explains_all else None
 
-    def _explain_later_calls(
-        self, explained: search.ExplainedCalls
-    ) -> search.ExplainedCalls | None:
+    def _explain_later_calls(self, explained: ExplainedCalls) -> ExplainedCalls | None:
         """Return what explains calls with a cache alone, where all others agree."""
         parted = [
             pair
             for pair in zip(explained.calls, explained.names, strict=True)
             if measure_gaps(self.model, [pair[0]]).cells_beyond_rounding
         ]
-        left = explained.search.left.cells_beyond_rounding
-        if not left or not parted or not all(call.earlier for call, _ in parted):
+        if explained.explains_all or not parted or not all(call.earlier for call, _ in parted):
             return None
-        calls, names = zip(*parted, strict=True)
-        other = self._explain(calls, names, explained.side)
-        return None if other.search.left.cells_beyond_rounding else other
+        other = replace(explained, calls=[call for call, _ in parted], names=[n for _, n in parted])
+        return other if other.explains_all else None
 
     def diagnosis_with_gradients(self) -> Diagnosis:
         """Return the diagnosis; where outputs agree, gradients must agree as well.
@@ -401,7 +389,7 @@ class Comparison:
             return diagnosis
         with_weights = diagnosis.verdict is not Verdict.OTHER_WEIGHTS
         inputs = self._single_calls
-        gaps = models.compare_gradients(self.first, self.second, inputs, with_weights=with_weights)
+        gaps = compare_gradients(self.first, self.second, inputs, with_weights=with_weights)
         assert diagnosis.function is not None
         agree = all(gap.is_rounding for gap in gaps)
         verdict = diagnosis.verdict if agree else Verdict.UNKNOWN
@@ -429,7 +417,7 @@ class Comparison:
             return True
         made = probes.make_probes([self.first, self.second], sizes)
         calls, names = self._record_doubtful(made)
-        return search.ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
+        return ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
 
     def _describe_overflow(self) -> str:
         sentences = list[str]()
@@ -483,3 +471,78 @@ def _record(
         calls += more
         names += [probe.name] * len(more)
     return calls, names
+
+
+def _describe_ways(
+    explained: ExplainedCalls, probes: Sequence[NamedInputs], doubtful: Subject
+) -> Iterator[str]:
+    """Yield which ways of calling agree, where some of the inputs come in several calls."""
+    names = {*explained.names}
+    given = {probe.name: probe.inputs for probe in probes if probe.name in names}
+    if steps := [inputs for inputs in given.values() if inputs.steps]:
+        yield _state_agreement(explained, given)
+        yield from _compare_with_one_call(explained, steps, doubtful)
+
+
+def _state_agreement(explained: ExplainedCalls, given: Mapping[str, Inputs]) -> str:
+    agreement: dict[str, list[bool]] = {}
+    for name, is_equal in zip(explained.names, explained.agreement, strict=True):
+        agreement.setdefault(name, []).append(is_equal)
+    words: dict[str, str] = {}
+    for name, agrees in agreement.items():
+        way = given[name].way
+        if False in agrees:
+            start = sum(given[name].steps[: agrees.index(False)])
+            words[way] = "different" + (f" from token {start} on" if start else "")
+        words.setdefault(way, "equal")
+    return "; ".join(f"{way}: {each}" for way, each in words.items())
+
+
+def _compare_with_one_call(
+    explained: ExplainedCalls, steps: Sequence[Inputs], doubtful: Subject
+) -> Iterator[str]:
+    settings = explained.model.settings
+    is_causal = settings.causal or (settings.sides or (None, None))[1] == 0
+    if explained.outputs_agree or not is_causal:
+        return
+    inputs = min(steps, key=lambda each: len(each.steps))
+    with suppress(OptionError):
+        whole = doubtful.output(replace(inputs, steps=()))
+        gap = relative_difference_norm(doubtful.output(inputs), whole)
+        words = f"apart by {gap:.2g} of their size"
+        if gap <= default_tolerance(explained.stored):
+            words = "the same to rounding"
+        yield f"the {explained.side} beside itself, {inputs.way} and in one call: {words}"
+
+
+def compare_gradients(
+    first: Subject, second: Subject, probes: Sequence[Inputs], *, with_weights: bool
+) -> tuple[GradientGap, ...]:
+    """Compare the gradients of inputs and, ``with_weights``, of the weights that both have.
+
+    Each gradient is that of the sum of output * direction, where the direction is random. The
+    worst of all probes is reported.
+
+    Raises:
+        OptionError: the gradients of one cannot be had.
+    """
+    worst: dict[str, GradientGap] = {}
+    for inputs in probes:
+        generator = torch.Generator().manual_seed(SEED)
+        shape = second.output(inputs).shape
+        direction = torch.randn(shape, generator=generator, dtype=torch.float64)
+        wide, narrow = (
+            [subject.gradients(inputs, direction, dtype) for subject in (first, second)]
+            for dtype in (torch.float64, torch.float32)
+        )
+        for name in wide[0]:  # in this order in every run, which a set has not
+            if name in wide[1] and (with_weights or name in ("x", "source")):
+                pairs = zip(narrow, wide, strict=True)
+                allowed = BACKWARD * max(
+                    relative_difference_norm(n[name], w[name]) for n, w in pairs
+                )
+                size = relative_difference_norm(wide[0][name], wide[1][name])
+                known = worst.get(name)
+                if known is None or size * known.allowed > known.size * allowed:
+                    worst[name] = GradientGap(name=name, size=size, allowed=allowed)
+    return tuple(worst.values())

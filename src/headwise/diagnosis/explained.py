@@ -1,8 +1,9 @@
-"""Search for the causes why recorded calls and a model part, and what they explain."""
+"""Search for the causes why recorded calls and a model part, and what they explain, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from headwise.diagnosis import watch
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.pairs import find_best_pair
-from headwise.diagnosis.patterns import describe_calls, describe_matrix, describe_positions
 from headwise.diagnosis.repairs.lines import Repair, write_repair, write_weights
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, measure_gaps
@@ -24,7 +24,13 @@ from headwise.function.lines import ON_WEIGHTS, Code
 from headwise.function.records import STAGE_OF, STAGES
 from headwise.function.rounding import is_coarser
 from headwise.identify.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, PROJECTED, Cause
-from headwise.identify.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
+from headwise.identify.comparison import (
+    FoundCause,
+    FunctionComparison,
+    PartedStage,
+    StageGaps,
+    format_noun_with_numbers,
+)
 from headwise.identify.results import Verdict
 
 MOST_CAUSES = 4
@@ -125,6 +131,11 @@ class ExplainedCalls:
         evidence = Evidence.of(gone.causes[-1].model, self.calls)
         beside = search_causes(evidence, self.candidates)
         return CauseSearchResult((*gone.causes, *beside.causes), beside.left)
+
+    @property
+    def explains_all(self) -> bool:
+        """True if the causes leave nothing beyond rounding."""
+        return not self.search.left.cells_beyond_rounding
 
     @cached_property
     def has_other_rows(self) -> bool:
@@ -385,3 +396,89 @@ class ExplainedCalls:
 
 def _is_within(apart: Tensor, allowed: Tensor) -> bool:
     return bool(((apart == 0) | (apart <= allowed)).all())
+
+
+def describe_positions(parted: AbstractSet[int], every: AbstractSet[int]) -> str:
+    """Return the positions that part in words; "" where they are all."""
+    if not parted or parted == every:
+        return ""
+    if parted == {min(every)}:
+        return "only the first token"
+    if parted == every - {min(every)}:
+        return "all but the first token"
+    if parted == {place for place in every if place >= min(parted)}:
+        return f"from position {min(parted)} on"
+    if parted == {place for place in every if place <= max(parted)}:
+        return f"up to position {max(parted)}"
+    return format_noun_with_numbers("position", tuple(sorted(parted)))
+
+
+def _pads(call: RecordedCall, side: str) -> bool:
+    if (mask := call.inputs.mask) is None or mask.shape[-1] < 3:
+        return False
+    hidden = ~mask[..., -1, :]
+    is_left = bool(hidden[..., 0].any())
+    return is_left if side == "left" else bool(hidden[..., -2].any()) and not is_left
+
+
+PATTERNS: Sequence[tuple[str, Callable[[RecordedCall], bool]]] = (
+    ("only where a mask is given", lambda call: call.inputs.mask is not None),
+    ("only where no mask is given", lambda call: call.inputs.mask is None),
+    ("only with padding on the left", lambda call: _pads(call, "left")),
+    ("only with padding on the right", lambda call: _pads(call, "right")),
+    ("only with padding", lambda call: _pads(call, "left") or _pads(call, "right")),
+    ("only in later calls with a cache", lambda call: bool(call.earlier)),
+    ("only without earlier calls", lambda call: not call.earlier),
+    ("only where a source is given", lambda call: call.inputs.source is not None),
+)
+
+
+def describe_calls(calls: Sequence[RecordedCall], parted: AbstractSet[int]) -> str:
+    """Return which calls part in words; ``parted`` are their numbers. "" for all, or no pattern."""
+    numbers = set(range(len(calls)))
+    if not parted or parted == numbers:
+        return ""
+    for words, is_so in PATTERNS:
+        if parted == {number for number in numbers if is_so(calls[number])}:
+            return words
+    lengths = [call.key_positions.shape[1] for call in calls]
+    longest = max(lengths[number] for number in numbers - parted)
+    shortest = min(lengths[number] for number in parted)
+    if shortest > longest > 1:
+        return f"only in inputs longer than {longest} tokens"
+    return ""
+
+
+def describe_matrix(name: str, other: Tensor, right: Tensor) -> str:
+    """Return the rows and columns of weights that differ, and by how much, in words.
+
+    Both are canonical: ``wo`` has a column for each channel of a head, the others a row.
+    """
+    apart = (other - right).flatten(0, 1)
+    apart = (apart.T if name == "wo" else apart).abs()
+    parts = []
+    for noun, sizes in (("row", apart.amax(1)), ("column", apart.amax(0))):
+        numbers = tuple(sizes.nonzero().flatten().tolist())
+        is_all = len(numbers) == len(sizes)
+        parts.append(
+            f"all {len(sizes)} {noun}s" if is_all else format_noun_with_numbers(noun, numbers)
+        )
+    return (
+        f"{name}, read as a matrix, differs in {' and '.join(parts)}: by "
+        f"{float(apart.norm() / right.norm()):.2g} of its size, in an entry by "
+        f"{float(apart.max()):.2g} at most"
+    )
+
+
+def explain_other_way(
+    model: AttentionModel | None, as_stated: Sequence[RecordedCall], *explained: Any, **options: Any
+) -> ExplainedCalls | None:
+    """Return calls as a model explains them that was the one in doubt before; None for a part.
+
+    So a part is named that the doubtful one has and the known one lacks. None too where the model
+    does not predict its own calls, ``as_stated``. The others are arguments of `ExplainedCalls`.
+    """
+    if model is None or measure_gaps(model, as_stated).cells_beyond_rounding:
+        return None
+    other = ExplainedCalls(model, *explained, **options)
+    return other if other.explains_all else None

@@ -7,7 +7,7 @@ settings and weights state, and, where the inputs are the same, whether the reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,30 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import probes, search, unseen
+from headwise.diagnosis import probes, unseen
+from headwise.diagnosis.explained import ExplainedCalls, explain_other_way
 from headwise.diagnosis.outputs.runs import Runs
-from headwise.diagnosis.patterns import list_visible_keys
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import (
     AttentionModel,
-    Inputs,
     RecordedCall,
     key_query_distances,
 )
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, measure_input_gap
-from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
+from headwise.diagnosis.subjects.subject import describe_dropout_difference
 from headwise.errors import OptionError, ShapeError
-from headwise.function.rounding import BACKWARD, exceeds_rounding, relative_difference_norm
-from headwise.function.stages import STAGES
 from headwise.function.records import STAGES
+from headwise.function.rounding import exceeds_rounding, relative_difference_norm
 from headwise.identify import catalogue
 from headwise.identify.comparison import (
     SEED,
     FunctionComparison,
-    GradientGap,
     LayerComparison,
     ModelComparison,
     PartedStage,
+    format_noun_with_numbers,
 )
 from headwise.identify.results import Diagnosis, Verdict
 
@@ -201,7 +199,7 @@ class LayerPair:
             strict=True,
         )
         known, explained = (
-            search.ExplainedCalls(causal, [bare], [self.first.inputs], stored, side=side)
+            ExplainedCalls(causal, [bare], [self.first.inputs], stored, side=side)
             for call, stored, side in given
             for causal, bare in [_take_causality(model, call)]
         )
@@ -288,7 +286,7 @@ class LayerPair:
 
     def _report_explained_calls(
         self,
-        explained: search.ExplainedCalls,
+        explained: ExplainedCalls,
         named: Named,
         *,
         exchanged_with: str = "",
@@ -296,16 +294,15 @@ class LayerPair:
     ) -> LayerComparison:
         """Report the calls: by an exchange, else by the causes named before where they suffice."""
         parted = tuple(explained.gaps.stages_beyond_rounding)
-        shown: search.ExplainedCalls | None = None
+        shown: ExplainedCalls | None = None
         if exchanged_with:
             explained = replace(explained, candidates=())
         elif parted:
             likely = replace(explained, candidates=tuple(named.causes))
-            is_enough = not likely.search.left.cells_beyond_rounding
             is_known = parted in named.unexplained
-            explained = likely if is_enough or is_known else explained
+            explained = likely if likely.explains_all or is_known else explained
             shown = self._explain_by_outputs(explained, named, again=not is_known)
-            if shown is None and explained.search.left.cells_beyond_rounding:
+            if shown is None and not explained.explains_all:
                 named.unexplained.add(parted)
                 explained = self._explain_with_roles_swapped() or explained
         blind = self._describe_blind_spot() if explained.outputs_agree else ""
@@ -323,8 +320,8 @@ class LayerPair:
         return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
 
     def _explain_by_outputs(
-        self, explained: search.ExplainedCalls, named: Named, *, again: bool
-    ) -> search.ExplainedCalls | None:
+        self, explained: ExplainedCalls, named: Named, *, again: bool
+    ) -> ExplainedCalls | None:
         """Return what explains the outputs of an attention that can be run on other tokens.
 
         None where one cause of the recorded stages does, or nothing does. ``again`` tries all
@@ -335,36 +332,29 @@ class LayerPair:
         if runs is None:
             return None
         calls, names = _run_probes(runs, call, self.first.inputs)
-        causes, left = explained.search
-        is_whole = len(causes) == 1 and not left.cells_beyond_rounding
+        causes = explained.search.causes
+        is_whole = len(causes) == 1 and explained.explains_all
         if is_whole and not measure_gaps(causes[0].model, calls).cells_beyond_rounding:
             return None
         shown = replace(explained, calls=calls, names=names)
         for candidates in (tuple(named.causes), explained.candidates)[: 1 + again]:
             shown = replace(shown, candidates=candidates)
-            if shown.search.causes and not shown.search.left.cells_beyond_rounding:
+            if shown.search.causes and shown.explains_all:
                 return shown
         return None
 
-    def _explain_with_roles_swapped(self) -> search.ExplainedCalls | None:
-        """Return the call of the second as the first explains it, by heads that it lacks.
-
-        None where they leave anything, or the first does not run as stated.
-        """
-        if (model := self.mine.model) is None or self._known is not self.theirs:
-            return None
-        if measure_gaps(model, [self.mine.call]).cells_beyond_rounding:
-            return None
+    def _explain_with_roles_swapped(self) -> ExplainedCalls | None:
+        """Return the call of the second as the first explains it, by heads that it lacks."""
         swapped = LayerPair(self.second, self.first, self.theirs, self.mine)
-        other = search.ExplainedCalls(
-            model,
+        return explain_other_way(
+            self.mine.model if self._known is self.theirs else None,
+            [self.mine.call],
             [swapped._call_to_explain],
             [self.first.inputs],
             self.theirs.stored,
-            candidates=(catalogue.HEADS_GONE, catalogue.KV_HEADS_MERGED),
-            side="second",
+            (catalogue.HEADS_GONE, catalogue.KV_HEADS_MERGED),
+            "second",
         )
-        return None if other.search.left.cells_beyond_rounding else other
 
     @property
     def _stated(self) -> dict[str, Any]:
@@ -430,34 +420,15 @@ def _take_causality(
     return model.with_settings(window=(None, 0)), replace(call, inputs=inputs)
 
 
-def compare_gradients(
-    first: Subject, second: Subject, probes: Sequence[Inputs], *, with_weights: bool
-) -> tuple[GradientGap, ...]:
-    """Compare the gradients of inputs and, ``with_weights``, of the weights that both have.
-
-    Each gradient is that of the sum of output * direction, where the direction is random. The
-    worst of all probes is reported.
-
-    Raises:
-        OptionError: the gradients of one cannot be had.
-    """
-    worst: dict[str, GradientGap] = {}
-    for inputs in probes:
-        generator = torch.Generator().manual_seed(SEED)
-        shape = second.output(inputs).shape
-        direction = torch.randn(shape, generator=generator, dtype=torch.float64)
-        wide, narrow = (
-            [subject.gradients(inputs, direction, dtype) for subject in (first, second)]
-            for dtype in (torch.float64, torch.float32)
-        )
-        for name in wide[0]:  # in this order in every run, which a set has not
-            if name in wide[1] and (with_weights or name in ("x", "source")):
-                pairs = zip(narrow, wide, strict=True)
-                allowed = BACKWARD * max(
-                    relative_difference_norm(n[name], w[name]) for n, w in pairs
-                )
-                size = relative_difference_norm(wide[0][name], wide[1][name])
-                known = worst.get(name)
-                if known is None or size * known.allowed > known.size * allowed:
-                    worst[name] = GradientGap(name=name, size=size, allowed=allowed)
-    return tuple(worst.values())
+def list_visible_keys(first: RecordedCall, second: RecordedCall) -> Iterator[str]:
+    """Yield which queries see keys by one mask that they do not see by the other."""
+    masks = [call.inputs.mask for call in (first, second) if call.inputs.mask is not None]
+    if len(masks) < 2 or masks[0].shape[2:] != masks[1].shape[2:]:
+        return
+    for side, (mine, other) in (("first", masks), ("second", masks[::-1])):
+        pairs = (mine & ~other).flatten(0, 1).any(0)
+        queries, keys = (pairs.any(axis).nonzero().flatten().tolist() for axis in (1, 0))
+        if queries:
+            who = format_noun_with_numbers("position", queries)
+            some = "" if int(pairs.sum()) == len(queries) * len(keys) else "some of "
+            yield f"{who} of the {side} also see {some}{format_noun_with_numbers('key', keys)}"
