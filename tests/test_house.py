@@ -428,14 +428,12 @@ def test_one_list_has_the_stages() -> None:
 CANONICAL = {*import_module("headwise.function.weights").AXES} - {"sink", "distances"}
 # Rooms and files that name a canonical tensor outside function/ and layouts/ -> the reason.
 NAMING = {
-    "diagnosis/causes/gates.py": "causes of the gate",
     "diagnosis/causes/heads.py": "heads that the output projection lacks",
     "diagnosis/causes/norms.py": "a norm of values, read off one token through two projections",
-    "diagnosis/causes/weights.py": "a gate of the other sign",
+    "diagnosis/causes/weights.py": "causes of the gate",
+    "diagnosis/explained.py": "the output projection has its rows as columns",
     "diagnosis/outputs/names.py": "the bias of the output has no heads",
-    "diagnosis/outputs/scores.py": "what is left of an output without its bias",
-    "diagnosis/outputs/values.py": "values and output projection, solved for",
-    "diagnosis/patterns.py": "the output projection has its rows as columns",
+    "diagnosis/outputs/reading.py": "values and output projection, solved for",
     "identify/moves": "the bias of the output has no heads; rows as a tensor of a layout",
     "layers/conversion.py": "sizes of a layer",
     "study/questions/diagram.py": "a diagram of the matrices",
