@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from headwise.function import stages
+from headwise.layers import attention
 from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study.implementations import SharedWeights
@@ -56,7 +57,7 @@ def test_one_softmax_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_heads_whose_queries_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = Attention._matrix_and_values
+    operands = attention._matrix_and_values
 
     def mixed(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
         matrix, v = operands(self, *call)
@@ -64,21 +65,21 @@ def test_heads_whose_queries_know_of_each_other(monkeypatch: pytest.MonkeyPatch)
             matrix.q = matrix.q + 0.01 * matrix.q.roll(1, dims=1)
         return matrix, v
 
-    monkeypatch.setattr(Attention, "_matrix_and_values", mixed)
+    monkeypatch.setattr(attention, "_matrix_and_values", mixed)
     found = failed_facts("gradients")
     assert any("exactly zero in all other weights" in words for words in found)
 
 
 def test_scores_that_values_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that are a little of the values too, as where both share one projection."""
-    operands = Attention._matrix_and_values
+    operands = attention._matrix_and_values
 
     def shared(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
         matrix, v = operands(self, *call)
         matrix.k = matrix.k + 1e-3 * self.v_proj.weight.sum()
         return matrix, v
 
-    monkeypatch.setattr(Attention, "_matrix_and_values", shared)
+    monkeypatch.setattr(attention, "_matrix_and_values", shared)
     assert any("exactly zero in all other weights" in words for words in failed_facts("gradients"))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headwise.layers import attention
 from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study.questions import learning
@@ -53,14 +54,14 @@ def test_both_lookups_are_about_the_same_token(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_heads_that_all_attend_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = Attention._matrix_and_values
+    operands = attention._matrix_and_values
 
     def alike(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
         matrix, v = operands(self, *call)
         first = (x[:, :1].expand_as(x).contiguous() for x in (matrix.q, matrix.k))
         return AttentionMatrix(*first), v
 
-    monkeypatch.setattr(Attention, "_matrix_and_values", alike)
+    monkeypatch.setattr(attention, "_matrix_and_values", alike)
     found = " ".join(failed_facts("learning"))
     assert "two heads left less than half" in found
     assert "each of two heads learned one lookup" in found

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.layers import checks
+from headwise.layers import attention, checks
 from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study import implementations
@@ -42,7 +42,7 @@ def operands_split_first(self: Attention, frame: Any, call: Any) -> tuple[Attent
 
 
 def test_a_layer_that_splits_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Attention, "_matrix_and_values", operands_split_first)
+    monkeypatch.setattr(attention, "_matrix_and_values", operands_split_first)
     said = failing(ask("when-split"))
     assert any("splits into heads" in words and "3 come after" in words for words in said)
     assert any("depend on 16 of 32 inputs" in words for words in said)
