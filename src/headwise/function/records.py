@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,18 +28,20 @@ from headwise.function.weights import KINDS
 FLOAT32 = Roundoff.of(torch.float32, with_reference=False).u
 
 
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """All that the formula of a stage reads in one call of an attention."""
+class Given(NamedTuple):
+    """All that the formula of a stage reads in one call of an attention.
+
+    A search computes stages by the ten thousand, so that what few formulas read is a function.
+    """
 
     role: str  # whose heads the stage has
     settings: AttentionSpec
     tensors: Sequence[Any]  # those that the record names, None for one that is absent
     parts: Sequence[Tensor]  # the stages before it; keys and values of all calls
     tokens: Tensor  # (batch, length, width), of keys and values for their stages, else of queries
-    positions: Tensor  # of these tokens, (batch, length)
-    key_positions: Tensor  # of all keys, (batch, keys)
-    distances: Tensor  # positions of keys less those of queries, (batch, 1, queries, keys)
+    positions: Callable[[], Tensor]  # of these tokens, (batch, length)
+    key_positions: Callable[[], Tensor]  # of all keys, (batch, keys)
+    distances: Callable[[], Tensor]  # of keys from queries, (batch, 1, queries, keys)
     mask: Tensor | None  # the caller's
     dtype: torch.dtype  # of the arithmetic that is bounded
     compute: Callable[..., Tensor]  # returns a pure function of its arguments, and may remember it
@@ -125,7 +127,7 @@ def _rotate(given: Given) -> Tensor:
     (x,), rule = given.parts, given.settings.rotation
     if rule is not None:
         offset = rule.q_offset if given.role == "q" else rule.k_offset
-        x = given.compute(_rotate_from_offset, rule, x, given.positions, offset)
+        x = given.compute(_rotate_from_offset, rule, x, given.positions(), offset)
     return _normalise(given, x, "after")
 
 
@@ -137,7 +139,7 @@ def _bound_rotation(given: Given, r: Roundoff) -> Tensor:
     bound, rule = _bound_norm(given, r), given.settings.rotation
     if rule is None or not rule.width:
         return bound
-    largest = given.positions.abs().max() * rotary.frequencies_of_rule(rule).max()
+    largest = given.positions().abs().max() * rotary.frequencies_of_rule(rule).max()
     size = given.parts[0].abs().amax(3, keepdim=True)
     return bound + (8 * r.U + FLOAT32 * largest) * rule.amplitude * size.expand_as(given.result())
 
@@ -155,7 +157,7 @@ def scale_products(given: Given) -> Tensor:
 def _score(given: Given) -> Tensor:
     products, (table,) = scale_products(given), given.tensors
     return given.compute(
-        _bias_and_hide, given.settings, products, given.distances, given.mask, table
+        _bias_and_hide, given.settings, products, given.distances(), given.mask, table
     )
 
 
@@ -189,7 +191,7 @@ def _bound_products(given: Given, r: Roundoff, scores: Tensor | None = None) -> 
         # numbers that are added to products round at their size
         bound = bound + 8 * r.U * scores.abs().nan_to_num(0.0, posinf=0.0)
     if (slopes := slopes_of(settings)) is not None:
-        bound = bound + (8 * r.U + FLOAT32) * largest_bias(slopes, given.key_positions)
+        bound = bound + (8 * r.U + FLOAT32) * largest_bias(slopes, given.key_positions())
     return bound
 
 

@@ -349,7 +349,7 @@ class ForcedStage:
         """The settings of the model."""
         return self.model.settings
 
-    @cached_property
+    @property
     def given(self) -> Given:
         """All that the formula of the stage reads."""
         record, call, model = STAGES[self.stage], self.call, self.model
@@ -360,9 +360,9 @@ class ForcedStage:
             tensors=[model.weights.get(name) for name in record.tensors],
             parts=[self.of_all_calls(n) if n == record.cached else self[n] for n in record.before],
             tokens=call.inputs.key_source if is_of_keys else call.inputs.x,
-            positions=call.new_key_positions if is_of_keys else call.query_positions,
-            key_positions=call.key_positions,
-            distances=key_query_distances(call),
+            positions=lambda: call.new_key_positions if is_of_keys else call.query_positions,
+            key_positions=lambda: call.key_positions,
+            distances=lambda: key_query_distances(call),
             mask=call.inputs.mask,
             dtype=call.dtype,
             compute=model.memory.compute,
