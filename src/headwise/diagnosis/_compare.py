@@ -199,7 +199,7 @@ def _compare_weights(*sides: _Compared) -> Diagnosis:
 def _take_layer_like(known: _Compared, stored: GivenWeights) -> GivenWeights:
     """Return the stored weights of the layer that a module is; all for a whole model."""
     modules = matching = tuple[NamedModule, ...]()
-    if known.is_layer:  # which is detection by names: the stored ones may have other counts
+    if known.is_layer:  # whose names decide: the stored ones may have other counts
         detection = replace(stored, known={}).detection()
         groups = (*detection.candidates, *detection.misplaced, *detection.damaged)
         modules = matching = max((group[0].modules for group in groups), key=len, default=())
