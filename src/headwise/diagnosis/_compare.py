@@ -95,7 +95,7 @@ FUNCTIONS = (BlackBox, TransformersSubject)  # that may have no data
 
 
 @dataclass(frozen=True, eq=False)
-class _Side:
+class _Compared:
     """One of the two that are compared."""
 
     name: str  # of the argument, "a" or "b"
@@ -114,7 +114,7 @@ class _Side:
         return self.kind in ("layer", "module")
 
 
-def _open_side(name: str, given: object) -> _Side:
+def _open_side(name: str, given: object) -> _Compared:
     value, kind = layers.layer_with_adapters(given), "function"
     if recording.is_recording(value):
         kind = "recording"
@@ -127,12 +127,12 @@ def _open_side(name: str, given: object) -> _Side:
     elif isinstance(value, nn.Module):
         count = sum(isinstance(each, NAMED_LAYERS) for each in value.modules())
         kind = "model" if count > 1 or hasattr(value, "get_input_embeddings") else kind
-    return _Side(name, value, kind)
+    return _Compared(name, value, kind)
 
 
 def _compare(
-    first: _Side,
-    second: _Side,
+    first: _Compared,
+    second: _Compared,
     inputs: ComparisonInputs | None,
     *,
     gradients: bool,
@@ -167,7 +167,7 @@ def _refuse_gradients(what: str, *, asked: bool) -> None:
         )
 
 
-def _are_weights(first: _Side, second: _Side) -> bool:
+def _are_weights(first: _Compared, second: _Compared) -> bool:
     """True for weights beside weights, beside a layer, or beside a module with a config."""
     stored = [each.kind == "weights" for each in (first, second)]
     if all(stored) or not any(stored):
@@ -177,7 +177,7 @@ def _are_weights(first: _Side, second: _Side) -> bool:
     return other.kind == "layer" or (has_config and isinstance(other.value, nn.Module))
 
 
-def _compare_weights(*sides: _Side) -> Diagnosis:
+def _compare_weights(*sides: _Compared) -> Diagnosis:
     known = next((side for side in sides if isinstance(side.value, nn.Module)), None)
     module: Any = None if known is None else known.value
     config, counts = None, {"heads": None, "kv_heads": None}
@@ -196,12 +196,12 @@ def _compare_weights(*sides: _Side) -> Diagnosis:
     return verify_opened(opened[0], opened[1])
 
 
-def _take_layer_like(known: _Side, stored: GivenWeights) -> GivenWeights:
+def _take_layer_like(known: _Compared, stored: GivenWeights) -> GivenWeights:
     """Return the stored weights of the layer that a module is; all for a whole model."""
     modules = matching = tuple[NamedModule, ...]()
-    if known.is_layer:  # which is found by names: the stored ones may have other counts
-        found = replace(stored, known={}).detection()
-        groups = (*found.candidates, *found.misplaced, *found.damaged)
+    if known.is_layer:  # whose names decide: the stored ones may have other counts
+        detection = replace(stored, known={}).detection()
+        groups = (*detection.candidates, *detection.misplaced, *detection.damaged)
         modules = matching = max((group[0].modules for group in groups), key=len, default=())
     if len(modules) > 1:
         is_module = known.kind == "module"
@@ -225,7 +225,7 @@ def _take_layer_like(known: _Side, stored: GivenWeights) -> GivenWeights:
 
 
 def _run_models(
-    sides: tuple[_Side, _Side], inputs: Tensor | Mapping[str, Any] | None
+    sides: tuple[_Compared, _Compared], inputs: Tensor | Mapping[str, Any] | None
 ) -> tuple[ModelRun, ModelRun] | None:
     """Return runs of two models, or of a model and of layers that are stored; None for others."""
     # Whatever module takes tokens or keyword arguments is a whole model.
@@ -269,7 +269,7 @@ def _record_parts(first: Subject, second: Subject, parts: Mapping[str, nn.Module
     function.parts = Parts(parts, settings.num_heads, settings.num_kv_heads)
 
 
-def _make_subject(side: _Side, other: _Side) -> Subject:
+def _make_subject(side: _Compared, other: _Compared) -> Subject:
     name, value = side.name, side.value
     if side.kind == "weights" and side.is_path and other.kind == "module":
         number = transformers.stated_layer_index(other.value) or 0
