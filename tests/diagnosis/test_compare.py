@@ -377,7 +377,7 @@ def test_layers_of_other_sizes_are_told_by_their_sizes(
     assert f"{stage} has {numbers[1].split()[0]}" in swapped.answer
 
 
-@pytest.mark.extra
+@pytest.mark.slow
 def test_other_numbers_of_kv_heads_are_told() -> None:
     a, b = Attention(WIDTH, 4, num_kv_heads=2), Attention(WIDTH, 4, num_kv_heads=4)
     assert "k: 2 heads against 4" in str(compare(a, b))
