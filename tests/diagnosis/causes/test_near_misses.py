@@ -198,6 +198,10 @@ def with_reversed_norms(model: AttentionModel) -> AttentionModel:
     return model.with_weights(q_norm=weights["k_norm"].flip(0), k_norm=weights["q_norm"].flip(0))
 
 
+def with_reversed_squares(model: AttentionModel) -> AttentionModel:
+    return model.with_weights(q_norm=model.weights["q_norm"].flip(0).square())
+
+
 BIASES = ("distance bias coefficient", "distance bias slope rule", "scale", "softcap")
 ROTARY = (
     "rotary theta",
@@ -287,7 +291,7 @@ NEAR_MISSES = (
     ),
     NearMiss("norm weights of q and k exchanged", with_reversed_norms, NORM),
     NearMiss("norm weights missing", with_reversed_norms, NORM),
-    NearMiss("norm weights in another order", with_reversed_norms, NORM),
+    NearMiss("norm weights in another order", with_reversed_squares, NORM),
     NearMiss(
         "norm on another role",
         of_stage("k after norm", lambda f: F.normalize(f["k"], dim=-1) * f.model.weights["q_norm"]),

@@ -81,7 +81,7 @@ def test_slopes_of_the_first_head() -> None:
     ("name", "parameters", "factor"),
     [
         ("gate without sigmoid", {"gate": "linear"}, lambda gate: gate),
-        ("sign", {"of": "the gate"}, lambda gate: 1 - gate.sigmoid()),
+        ("sign", {"roles": "g"}, lambda gate: 1 - gate.sigmoid()),
     ],
 )
 def test_a_gate_by_another_function(

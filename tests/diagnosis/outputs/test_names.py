@@ -103,7 +103,7 @@ MANY: dict[str, tuple[Edit, str, dict[str, Any]]] = {
     "permuted": (permute_heads_of_values, "heads permuted", {"order": (2, 0, 1, 4, 3)}),
     "negated": (negate_heads_of_queries, "sign", {"heads": (1, 4)}),
     "bias of heads": (drop_bias_of_two_heads, "bias missing", {"heads": (3, 4)}),
-    "bias of o": (double_output_bias, "factor", {"roles": "o", "factor": 2.0}),
+    "bias of o": (double_output_bias, "factor", {"roles": "bo", "factor": 2.0}),
     "adapter": (merge_adapter_into_two_heads, "adapters merged or not", {"heads": (1, 2)}),
     "whole adapter": (merge_adapter, "adapters merged or not", {"roles": "v", "rank": 2}),
     "start": (leave_values_at_their_start, "weights at their initial values", {"roles": "v"}),

@@ -340,7 +340,7 @@ def _output_projection_missing(evidence: Evidence) -> Variants:
 
 
 def _sign(evidence: Evidence) -> Variants:
-    """Yield moves, negated scores, and a gate that is 1 less its sigmoid: that of -gate_proj(x)."""
+    """Yield moves and negated scores; a gate that is 1 less its sigmoid is that of -gate_proj(x)."""
     yield from evidence.search_moves(catalogue.SIGN)
     settings = evidence.model.settings
     hides = evidence.has_masks or settings.causal or settings.sides is not None
@@ -349,11 +349,6 @@ def _sign(evidence: Evidence) -> Variants:
         parameters = {"of": "the scores, after keys are hidden"}
         repair = "hide keys after the scores have their sign: scores.masked_fill(~mask, -inf)"
         yield Variant(model, parameters, repair, {"hidden keys": number})
-    gate = {name: evidence.model.weights.get(name) for name in ("wg", "bg")}
-    if gate["wg"] is not None:
-        closed = {name: None if x is None else -x for name, x in gate.items()}
-        repair = "multiply by torch.sigmoid(gate_proj(x)), not by 1 less that"
-        yield Variant(evidence.model.with_weights(**closed), {"of": "the gate"}, repair)
 
 
 LARGE = 1e9  # what code hides keys by, with the other sign
