@@ -340,7 +340,7 @@ def _output_projection_missing(evidence: Evidence) -> Variants:
 
 
 def _sign(evidence: Evidence) -> Variants:
-    """Yield moves and negated scores; a gate that is 1 less its sigmoid is that of -gate_proj(x)."""
+    """Yield moves and negated scores; 1 less the sigmoid of a gate is that of its negative."""
     yield from evidence.search_moves(catalogue.SIGN)
     settings = evidence.model.settings
     hides = evidence.has_masks or settings.causal or settings.sides is not None
