@@ -182,9 +182,8 @@ def _make_model_with_heads(
     """Return the model, without sinks, with rows in other heads; None where tensors do not fit."""
     counts = {"heads": heads, "kv_heads": kv_heads}
     weights = {name: x for name, x in model.weights.items() if name != "sink"}
-    split = _tensors_by_head(*"qkv", "output", "q after norm", "k after norm")
     for name, x in weights.items():
-        if name in split and x.dim() > 1:
+        if name in SPLIT and x.dim() > 1:
             weights[name] = x.flatten(0, 1).unflatten(0, (counts[AXES[name][0]], -1))
         elif AXES[name] != ("out_dim",):
             return None  # the weight of a norm over the channels of a head
@@ -254,6 +253,7 @@ def _tensors_by_head(*stages: str) -> tuple[str, ...]:
     return tuple(name for name in names if AXES[name][0] in ("heads", "kv_heads"))
 
 
+SPLIT = _tensors_by_head(*"qkv", "output", "q after norm", "k after norm")
 PARTS_OF_HEADS: Mapping[str, tuple[str, ...]] = {
     **{role: _tensors_by_head(role) for role in "qkv"},
     "q, k and v": _tensors_by_head(*"qkv"),

@@ -25,6 +25,10 @@ ROUNDED: dict[str, tuple[str, ...]] = {
     "head outputs": ("head outputs",),
     "queries, keys, values, head outputs": (*ROTATED, "v", "head outputs"),
 }
+READERS = {
+    words: tuple(name for name, stage in STAGES.items() if {*parts} & {*stage.before})
+    for words, parts in ROUNDED.items()
+}
 # What a bias by distance multiplies: what a whole row has in common falls out of the softmax.
 PLACES: dict[str, Callable[[RecordedCall], Tensor]] = {
     "from the query": lambda call: -key_query_distances(call).abs(),
@@ -39,8 +43,7 @@ def _activations_dtype(evidence: Evidence) -> Variants:
     slopes = slopes_of(evidence.model.settings)
     for dtype in (torch.bfloat16, torch.float16):
         for words, parts in ROUNDED.items():
-            stages = [name for name, stage in STAGES.items() if {*parts} & {*stage.before}]
-            model = evidence.replace_stages(stages, _compute_from_rounded, dtype, parts)
+            model = evidence.replace_stages(READERS[words], _compute_from_rounded, dtype, parts)
             parameters, details = {"dtype": format_dtype(dtype)}, {"of": words}
             repair = f"keep {words} in the dtype of the input"
             yield Variant(model, parameters, repair, details)

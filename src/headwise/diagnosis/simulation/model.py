@@ -354,11 +354,14 @@ class ForcedStage:
         """All that the formula of the stage reads."""
         record, call, model = STAGES[self.stage], self.call, self.model
         is_of_keys = record.role in "kv"
+        parts = [*map(self.__getitem__, record.before)]
+        if record.cached and call.earlier:
+            parts[record.before.index(record.cached)] = self.of_all_calls(record.cached)
         return Given(
             role=record.role,
             settings=model.settings,
-            tensors=[model.weights.get(name) for name in record.tensors],
-            parts=[self.of_all_calls(n) if n == record.cached else self[n] for n in record.before],
+            tensors=[*map(model.weights.get, record.tensors)],
+            parts=parts,
             tokens=call.inputs.key_source if is_of_keys else call.inputs.x,
             positions=lambda: call.new_key_positions if is_of_keys else call.query_positions,
             key_positions=lambda: call.key_positions,
