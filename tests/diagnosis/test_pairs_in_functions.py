@@ -19,6 +19,7 @@ NAMES = (
     "factor",
     "k and v exchanged",
     "merge without transpose",
+    "norm weights of q and k exchanged",
     "order of fused rows",
     "q and k exchanged",
     "qk-norm eps",
@@ -58,12 +59,14 @@ def port_of(
     cap: float = math.inf,
     is_key_normed: bool = True,
     roles: str = "qkv",
+    norms: str = "qk",
     is_residual: bool = False,
     is_interleaved: bool = False,
 ) -> object:
     """The layer in plain torch; a query sees ``window`` keys, and norms have ``gain + w``.
 
-    ``roles`` are those whose weights are loaded as q, k and v.
+    ``roles`` are those whose weights are loaded as q, k and v, and ``norms`` those whose norms are
+    loaded for q and k.
     """
     state = {name: x.detach() for name, x in layer.state_dict().items()}
 
@@ -79,8 +82,8 @@ def port_of(
         q, k, v = (heads(x, f"{role}_proj") for role in roles)
         if is_interleaved:  # a channel of every head, then the next one
             v = v.transpose(1, 2).flatten(2).unflatten(2, (HEAD_DIM, HEADS)).permute(0, 3, 1, 2)
-        k = normed(k, "k_norm") if is_key_normed else k
-        q, k = rotated(normed(q, "q_norm"), theta), rotated(k, theta)
+        k = normed(k, f"{norms[1]}_norm") if is_key_normed else k
+        q, k = rotated(normed(q, f"{norms[0]}_norm"), theta), rotated(k, theta)
         scores = q @ k.mT * scale
         scores = scores if math.isinf(cap) else cap * (scores / cap).tanh()
         ahead = torch.arange(x.shape[1]) - torch.arange(x.shape[1])[:, None]
@@ -145,6 +148,7 @@ def test_two_numbers_are_fitted_at_once(layer: Attention) -> None:
     ("faults", "names"),
     others_extra(
         [
+            ({"norms": "kq", "scale": 0.2}, {"norm weights of q and k exchanged", "scale"}),
             ({"gain": 2.0, "theta": 5e5}, {"qk-norm weight offset", "rotary theta"}),
             ({"merged": False, "scale": 0.2}, {"merge without transpose", "scale"}),
             ({"cap": 2.0, "theta": 5e5}, {"softcap", "rotary theta"}),

@@ -55,6 +55,14 @@ def test_initial_values_are_recognised(name: str, drawn: object, text: str) -> N
     assert compared(a, b) == [(FRESH, text, (name[1],))]
 
 
+def test_norms_are_no_fused_rows() -> None:
+    q_norm, k_norm = torch.randn(2, 12, generator=torch.Generator().manual_seed(2))
+    a, b = {"q_norm": k_norm, "k_norm": q_norm}, {"q_norm": q_norm, "k_norm": k_norm}
+    (move,) = find_state_moves({**state_of("mha"), **a}, {**state_of("mha"), **b}).moves
+    causes = {name.cause.name for name in (move.name, *move.equals)}
+    assert causes == {"norm weights of q and k exchanged"}
+
+
 def test_other_weights_are_not_initial_ones() -> None:
     b = state_of("gqa-of-4")
     a = {**b, "wk": state_of("gqa-of-4", seed=9)["wk"]}

@@ -51,6 +51,7 @@ from headwise.identify.moves.move import (
 
 OTHERS = KINDS[1:-1]  # without the output bias, which is read
 UNREAD = {"g", *(tensor for kind in OTHERS for tensor in kind.values())}
+SCORED = {"q", "k", *UNREAD} - {"g"}
 UNREAD_TENSORS = {TENSORS.get(role, role) for role in UNREAD}
 OF_VALUES = {"g"} | (UNREAD & {*STAGES["v"].tensors, *STAGES["head outputs"].tensors})
 FEWEST = 16  # sequences of two tokens
@@ -237,7 +238,7 @@ class _Search(_MoveList):
             return
         seen, logits = weights.prod(2), weights.log()
         right = seen * (logits[..., 0] - logits[..., 1])
-        changes = {key: (move, state) for move, key, state in self._changes_of({"q", "k"})}
+        changes = {key: (move, state) for move, key, state in self._changes_of(SCORED)}
         models = [model, *(replace(model, weights=state) for _, state in changes.values())]
         usual, *others = predict_each(model, models, "scores", pair)
         usual, *others = (seen * (x[..., 0] - x[..., 1]) for x in (usual, *others))

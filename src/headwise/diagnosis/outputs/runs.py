@@ -17,6 +17,7 @@ from headwise.diagnosis import watch
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.errors import OptionError
 from headwise.function.rounding import default_tolerance, is_coarser
+from headwise.identify.catalogue import ROTATED
 
 SEED = 7
 AT_ONCE = 4096  # sequences of one run
@@ -132,14 +133,16 @@ def predict_each(
 ) -> Iterator[Tensor]:
     """Yield a stage at the last query of a call by each of some models.
 
-    They have other projections q, k and v than ``model``, and are one run of many sequences.
+    They have other projections q, k and v than ``model``, or other norms, and are one run of many
+    sequences.
     """
     bare = RecordedCall(call.inputs, {})
     for start in range(0, len(changed), CHANGED_AT_ONCE):
         watch.look()
         some = changed[start : start + CHANGED_AT_ONCE]
         inputs = call.inputs.map_tokens(lambda x: x.repeat(len(some), 1, 1))  # noqa: B023
-        made = {role: torch.cat([m.predict_stage(role, bare) for m in some]) for role in "qkv"}
+        names = (*ROTATED, "v")
+        made = {name: torch.cat([m.predict_stage(name, bare) for m in some]) for name in names}
         predicted = model.predict_stage(stage, RecordedCall(inputs, made))
         last = predicted[:, -1] if stage == "output" else predicted[:, :, -1]
         yield from last.unflatten(0, (len(some), -1))

@@ -175,7 +175,8 @@ class Move:
             cause, text = causes.get(name.cause, name.cause), name_in_kind(kind, name.text)
             return replace(name, cause=cause, text=text, roles=roles)
 
-        return replace(self, name=rename(self.name), equals=(*map(rename, self.equals),), kind=kind)
+        equals = (rename(name) for name in self.equals if name.cause not in _OF_FUSED_ROWS)
+        return replace(self, name=rename(self.name), equals=tuple(equals), kind=kind)
 
     def __str__(self) -> str:
         parts = self.change.parts
@@ -193,6 +194,12 @@ _OF_NORMS = {
     catalogue.ROTARY_PERMUTATION_DOUBLED: catalogue.NORM_WEIGHTS_ORDER,
 }
 _OF_BIAS = {ROWS_ZERO: catalogue.BIAS_MISSING}
+# Only rows of projections are fused.
+_OF_FUSED_ROWS = (
+    catalogue.FUSED_ROW_ORDER,
+    catalogue.FUSED_ROW_NESTING,
+    catalogue.FUSED_ROW_GROUPS,
+)
 
 
 def name_in_kind(kind: Mapping[str, str], text: str) -> str:
