@@ -312,7 +312,7 @@ def test_your_inputs_take_another_form_too() -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_slow_function_is_run_on_each_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("layers", "probes", "subjects.function"):
+    for module in ("attentions", "probes", "subjects.function"):
         monkeypatch.setattr(f"headwise.diagnosis.{module}.SLOW", 0.0)
     calls: list[tuple[int, ...]] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,20 +31,32 @@ from headwise.support.tracing import is_autocast_enabled
 class SequenceOptions:
     """Layouts, and options of an attention matrix for the whole sequence; see `attend`."""
 
-    layout: SequenceLayout | None = None
-    key_layout: SequenceLayout | None = None
-    mask: Mask = NO_MASK
-    score_bias: ScoreBias = biases.NO_BIAS
-    scale: float | None = None
-    softcap: float | None = None
-    sink: Tensor | None = None
+    layout: SequenceLayout | None
+    key_layout: SequenceLayout | None
+    mask: Mask
+    score_bias: ScoreBias
+    scale: float | None
+    softcap: float | None
+    sink: Tensor | None
 
     @classmethod
-    def given(cls, *options: Any, **named: Any) -> SequenceOptions:
-        """Return the options that a caller gives, None for the usual; nothing is checked."""
-        names = (field.name for field in fields(cls))
-        named |= zip(names, options, strict=False)
-        return cls(**{name: option for name, option in named.items() if option is not None})
+    def given(
+        cls,
+        layout: SequenceLayout | None = None,
+        key_layout: SequenceLayout | None = None,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+    ) -> SequenceOptions:
+        """Return the options that a caller gives; nothing is checked.
+
+        They are written out: Dynamo compiles no ``fields`` of a class.
+        """
+        mask = NO_MASK if mask is None else mask
+        score_bias = biases.NO_BIAS if score_bias is None else score_bias
+        return cls(layout, key_layout, mask, score_bias, scale, softcap, sink)
 
 
 @dataclass(frozen=True, eq=False)
