@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise import scan
+from headwise.scanning import torch_calls
 from headwise.scanning.result import HeadScan
 from tests.honest import normal
 
@@ -175,3 +176,14 @@ def test_autocast_settles_the_dtypes() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = scanned(given)
     agrees(found, {**given, "query": given["query"].bfloat16()})
+
+
+def test_a_bias_of_positions_leaves_the_scale() -> None:
+    """Two sequences share the bias, and their scores differ by the products alone."""
+    q, k = torch.randn(2, 2, 3, 7, 10, generator=torch.Generator().manual_seed(5))
+    bias = torch.arange(49.0).sin().view(1, 1, 7, 7)
+    scores = q @ k.mT * 10**-0.5 + bias
+    _, found, scale = torch_calls._split_scores(q, k, scores, scores.softmax(-1))
+    assert scale == 10**-0.5
+    (held,) = found.tensors
+    assert (held - bias).abs().max() <= 1e-5 * scores.abs().max()

@@ -238,7 +238,10 @@ def _read_matrix(
 def _split_scores(
     q: Tensor, k: Tensor, scores: Tensor, weights: Tensor
 ) -> tuple[Mask, ScoreBias, float]:
-    """Return the mask, the score bias and the scale by which products become scores."""
+    """Return the mask, the score bias and the scale by which products become scores.
+
+    A bias of positions is the same in all sequences, which tell the scale by their differences.
+    """
     products, scores = q.double() @ k.double().mT, scores.double()
     seen = (scores > HIDDEN) | ((weights != 0) & scores.isfinite())
     mask, queries, keys = Mask(), *seen.shape[2:]
@@ -250,12 +253,17 @@ def _split_scores(
         mask = Mask.may_attend(shared if is_shared else seen, axes=AXES)
     mine, theirs = scores[seen], products[seen]
     scale = float((mine @ theirs) / (theirs @ theirs)) if len(mine) else 1.0
-    usual = (each for each in (1.0, q.shape[-1] ** -0.5) if math.isclose(scale, each, rel_tol=1e-6))
-    scale = next(usual, scale)
-    if (mine - scale * theirs).norm() <= default_tolerance(weights.dtype) * mine.norm():
+    usual, tolerance = q.shape[-1] ** -0.5, default_tolerance(weights.dtype)
+    near = (each for each in (1.0, usual) if math.isclose(scale, each, rel_tol=1e-6))
+    scale = next(near, scale)
+    if (mine - scale * theirs).norm() <= tolerance * mine.norm():
         return mask, ScoreBias(), scale
-    bias = (scores - products).masked_fill(~seen, 0.0)
-    return mask, ScoreBias.dense(bias.to(q.dtype), axes=AXES), 1.0
+    everywhere = seen.all(0).expand_as(seen)
+    mine, theirs = ((x - x.mean(0))[everywhere] for x in (scores, products))
+    is_usual = len(q) > 1 and (mine - usual * theirs).norm() <= tolerance * mine.norm()
+    scale = usual if is_usual else 1.0
+    bias = (scores - scale * products).masked_fill(~seen, 0.0)
+    return mask, ScoreBias.dense(bias.to(q.dtype), axes=AXES), scale
 
 
 def _record_attention(
