@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise import scan
+from headwise.function.rounding import default_tolerance
 from headwise.scanning import torch_calls
 from headwise.scanning.result import HeadScan
 from tests.honest import normal
@@ -186,4 +187,4 @@ def test_a_bias_of_positions_leaves_the_scale() -> None:
     _, found, scale = torch_calls._split_scores(q, k, scores, scores.softmax(-1))
     assert scale == 10**-0.5
     (held,) = found.tensors
-    assert (held - bias).abs().max() <= 1e-5 * scores.abs().max()
+    assert (held - bias).abs().max() <= default_tolerance(q.dtype) * scores.abs().max()

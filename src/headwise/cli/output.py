@@ -92,6 +92,7 @@ def suggest_comparison(diagnosis: Diagnosis, first: Path, second: Path) -> list[
 
 
 def exit_status_of_diagnosis(diagnosis: Diagnosis) -> int:
+    """Return the exit status of a verdict."""
     from headwise.diagnosis.watch import INTERRUPTED as STOPPED
     from headwise.identify.results import Verdict
 
@@ -117,6 +118,7 @@ def option_text(name: str, values: tuple[str, ...] = ()) -> str:
 
 
 def print_error(text: str) -> None:
+    """Print the message of an error on standard error."""
     typer.echo(f"headwise: {text}", err=True)
 
 
@@ -142,17 +144,20 @@ class PrintedErrors:
 
 
 def created_folder_note(path: Path) -> str:
+    """Return a line on the folder of ``path`` if that has to be made, else ""."""
     folder = path.absolute().parent
     return "" if folder.exists() else f"The folder {folder} was not there and was made."
 
 
 def make_console(*, stderr: bool = False) -> Console:
+    """Return a console for the result, or for progress on standard error."""
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, soft_wrap=stderr)
 
 
 def print_lines(lines: list[str], result: dict[str, Any] | None = None) -> None:
+    """Print lines, or a result as JSON in their place."""
     if result is not None:
         typer.echo(json.dumps(result, ensure_ascii=False))
         return

@@ -75,12 +75,14 @@ class LazyMask(Tensor):
         device: torch.device,
         dtype: torch.dtype = torch.bool,
     ) -> LazyMask:
+        """Make the lazy mask of these sizes, with its tensors on ``device``."""
         shape = (batch, 1, queries, keys)
         self: LazyMask = private_torch.make_wrapper(cls, shape, dtype=dtype, device=device)
         self.mask, self.written = mask, None
         return self
 
     def materialise(self) -> Tensor:
+        """Return the dense tensor, which takes queries x keys memory."""
         if self.written is None:
             sizes = dict(zip(MATRIX_AXES, self.shape, strict=True))
             bound = self.mask.bind(**sizes, device=self.device)

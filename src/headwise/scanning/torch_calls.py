@@ -260,7 +260,8 @@ def _split_scores(
         return mask, ScoreBias(), scale
     everywhere = seen.all(0).expand_as(seen)
     mine, theirs = ((x - x.mean(0))[everywhere] for x in (scores, products))
-    is_usual = len(q) > 1 and (mine - usual * theirs).norm() <= tolerance * mine.norm()
+    apart = (mine - usual * theirs).norm()
+    is_usual = bool(theirs.any()) and float(apart) <= tolerance * float(mine.norm())
     scale = usual if is_usual else 1.0
     bias = (scores - scale * products).masked_fill(~seen, 0.0)
     return mask, ScoreBias.dense(bias.to(q.dtype), axes=AXES), scale

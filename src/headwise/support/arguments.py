@@ -57,6 +57,7 @@ def require_tensors(**arguments: object) -> None:
 
 
 def require_choice(name: str, value: object, known: Sequence[str], usual: str) -> None:
+    """Raise OptionError unless an argument is one of the known words."""
     if value not in known:
         raise OptionError(
             saw=f"{name}={describe_value(value)}",

@@ -65,6 +65,7 @@ def is_in_functorch(*, unknown: bool) -> bool:
 
 
 def is_in_forward_mode() -> bool:
+    """True if forward-mode differentiation is running."""
     level: int | None = getattr(forward_ad, "_current_level", None)
     if level is not None:
         return level >= 0

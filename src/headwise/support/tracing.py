@@ -79,6 +79,7 @@ def is_certain(comparison: bool) -> bool:
 
 
 def is_autocast_enabled(kind: str) -> bool:
+    """True if autocast is on for this type of device, such as "cpu"."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
@@ -109,6 +110,7 @@ def track_kernel_calls() -> Iterator[None]:
 
 
 def is_kernel_call() -> bool:
+    """True if a kernel of headwise is calling."""
     return bool(_is_own.get())
 
 
