@@ -27,7 +27,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headwise.checkpoints.attention import load_attention
+from headwise.checkpoints import load_attention
 from headwise.checkpoints.config import layout_name
 from headwise.checkpoints.places import Place, find_model_places
 from headwise.checkpoints.source import open_source
@@ -238,7 +238,7 @@ class _Folder:
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                layer = load_attention(self.path, prefix=prefix).eval()
+                layer = load_attention(self.path, prefix=prefix, proof=False).eval()
             self.warned |= (
                 {prefix} if any("mrope" in str(each.message) for each in caught) else set()
             )

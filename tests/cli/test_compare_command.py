@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from headwise import Attention
 from headwise import compare as compare_attentions
-from headwise.checkpoints.attention import load_attention
+from headwise.checkpoints import load_attention
 from headwise.cli.compare import compare
 from headwise.diagnosis import watch
 from headwise.diagnosis.subjects.recording import record_activations

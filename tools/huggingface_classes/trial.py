@@ -19,7 +19,7 @@ from headwise.function.budget import Budget
 from headwise.huggingface import attention
 from headwise.scanning._scan import scan
 from headwise.scanning.result import HeadScan
-from tools.huggingface_classes import classes, comparing, inputs, layers, shrink, stored
+from tools.huggingface_classes import classes, comparing, inputs, layers, loads, shrink, stored
 from tools.huggingface_classes.inputs import ERRORS
 
 MOST_PARAMETERS = 30_000_000
@@ -45,6 +45,7 @@ class Row:
         ratio: of the output nearest to its allowance, or beyond: error over allowance.
         error: there, the largest; ``scale`` is the root mean square of that output.
         layout: that the stored weights are in; ``layout_by`` is what tells it.
+        loads: whether `load_attention` loads the stored layers; ``loads_not`` is why not.
     """
 
     model_type: str
@@ -70,6 +71,8 @@ class Row:
     scale: float | None = None
     layout: str = ""
     layout_by: str = ""
+    loads: str = ""
+    loads_not: str = ""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -118,6 +121,7 @@ def _fill(row: Row) -> None:
     _scan_and_compare(row, model, given, ran, comparing.outputs(result, given))
     try:
         row.layout, row.layout_by = stored.layout_of(model, given)
+        row.loads, row.loads_not = loads.load_of(model, given)
     except ERRORS as error:
         row.notes = [*row.notes, f"not stored: {said(error)}"]
 

@@ -5,6 +5,6 @@ from typing import TYPE_CHECKING
 from headwise.support.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from headwise.checkpoints.attention import load_attention as load_attention
+    from headwise.checkpoints.loading import load_attention as load_attention
 
-__getattr__, __dir__, __all__ = export_lazily(__name__, {"attention": "load_attention"})
+__getattr__, __dir__, __all__ = export_lazily(__name__, {"loading": "load_attention"})

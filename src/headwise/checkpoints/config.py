@@ -382,9 +382,7 @@ def attention_window(config: Config, layer: int) -> int | None:
         if "sliding_attention" in kinds[layer : layer + 1]:
             raise fields.field_error("use_sliding_window", "true, as layer_types needs it")
         return None
-    names = ("sliding_window", "window_size", "local_attention")
-    size = next(filter(None, map(fields.count, names)), None)
-    if size is None:
+    if (size := window_size(fields)) is None:
         return None
     if layer < len(kinds) and kinds[layer] in ("full_attention", "global"):
         return None
@@ -398,6 +396,13 @@ def attention_window(config: Config, layer: int) -> int | None:
         needed="layer_types in the config, or the window of this layer",
         do="pass window=(left, right) for this layer, or window=None if it attends to all keys",
     )
+
+
+def window_size(config: Config) -> int | None:
+    """Return the window that a config states, whichever layers have it."""
+    fields = text_config(config)
+    names = ("sliding_window", "window_size", "local_attention")
+    return next(filter(None, map(fields.count, names)), None)
 
 
 def window_sides(config: Config, layer: int) -> tuple[int, int | None] | None:

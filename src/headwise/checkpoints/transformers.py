@@ -39,7 +39,7 @@ class DescribedModel:
     def arguments(self, transformers: Any) -> tuple[Any, dict[str, Any]]:
         """Return the model class and what its ``from_pretrained`` gets, in the model's layout."""
         known = self.checkpoint.known
-        kind, config = _class_of_config(transformers, self.checkpoint.config)
+        kind, config = class_of_config(transformers, self.checkpoint.config)
         if not issubclass(kind, transformers.PreTrainedModel):
             with torch.device("meta"):  # an Auto class needs a folder to choose one; no memory
                 kind = type(kind.from_config(config))
@@ -232,7 +232,7 @@ def load(
     parent = folder if folder.is_dir() else folder.parent
     tokenizer = None
     if any(next(parent.glob(pattern), None) for pattern in TOKENIZERS):
-        with _silence_transformers(transformers), _explain_load_errors(parent, "the tokenizer"):
+        with silence_transformers(transformers), _explain_load_errors(parent, "the tokenizer"):
             loaded = transformers.AutoTokenizer.from_pretrained(parent, **options)
             tokenizer = StoredTokenizer(loaded)
     begin = getattr(config, "bos_token_id", None)
@@ -283,8 +283,8 @@ def make_empty_model(config: Mapping[str, Any]) -> Any:
             needed="a model_type of transformers",
             do="name a folder from save_pretrained",
         )
-    with _silence_transformers(transformers):
-        kind, made = _class_of_config(transformers, values)
+    with silence_transformers(transformers):
+        kind, made = class_of_config(transformers, values)
         with torch.device("meta"):
             is_class = issubclass(kind, transformers.PreTrainedModel)
             return kind(made) if is_class else kind.from_config(made)
@@ -297,7 +297,7 @@ def _read_model(
     _require_no_pruned_heads(folder, transformers)
     if described is None:
         _require_trusted_code(folder, transformers, trusted=trusted)
-    with _silence_transformers(transformers), _explain_load_errors(folder, MODEL):
+    with silence_transformers(transformers), _explain_load_errors(folder, MODEL):
         if described is None:
             config = transformers.AutoConfig.from_pretrained(folder, **options)
             kind = _model_class(transformers, config, trusted=trusted)
@@ -338,7 +338,7 @@ def _require_trusted_code(folder: Path, transformers: Any, *, trusted: bool) -> 
         )
 
 
-def _class_of_config(transformers: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
+def class_of_config(transformers: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
     kind = type(transformers.AutoConfig.for_model(values["model_type"]))
     config = kind.from_dict(dict(values))
     return _model_class(transformers, config, trusted=False), config
@@ -482,7 +482,7 @@ def _explain_load_errors(folder: Path, part: str) -> Iterator[None]:
 
 
 @contextmanager
-def _silence_transformers(transformers: Any) -> Iterator[None]:
+def silence_transformers(transformers: Any) -> Iterator[None]:
     """Silence transformers and its imports; `StoredModel.notes` reports missing weights."""
     bars = transformers.utils.logging
     had_bar = bars.is_progress_bar_enabled()

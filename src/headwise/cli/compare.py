@@ -116,7 +116,7 @@ def _compare_files(
     first: Path, second: Path | None, options: Mapping[str, Any], counts: output.Counts
 ) -> output.Diagnosis:
     with output.progress_bar(output.make_console(stderr=True), "loading torch") as progress:
-        from headwise.checkpoints import attention, transformers
+        from headwise.checkpoints import loading, transformers
         from headwise.diagnosis import _compare
         from headwise.diagnosis.subjects.recording import is_recording
         from headwise.identify import _verify
@@ -134,7 +134,7 @@ def _compare_files(
                 )
             return _verify.verify(first, second, progress=progress, **counts)
         mine, theirs = (
-            path if is_recording(path) else attention.load_attention(path, layer=layer, **counts)
+            path if is_recording(path) else loading.load_attention(path, layer=layer, **counts)
             for path in (first, second)
         )
         return _compare.compare(mine, theirs, _read_input_array(inputs), **limits)

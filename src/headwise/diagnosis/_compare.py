@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.checkpoints.attention import load_attention
+from headwise.checkpoints.loading import load_attention
 from headwise.checkpoints.source import CheckpointSource
 from headwise.diagnosis import functions, model_runs, probes, watch
 from headwise.diagnosis.attentions import Comparison

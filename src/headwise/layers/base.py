@@ -110,6 +110,7 @@ class AttentionBase(nn.Module):
     output_gate: GateKind | None
     gate_proj: nn.Module | None
     identity: str  # the owner of the caches that this layer makes
+    proof: str = ""  # of a load: against which class, or why there is none
     part: HeadPart | None = None  # the heads that this module computes, if not all
 
     @explain_arguments(
@@ -219,6 +220,8 @@ class AttentionBase(nn.Module):
             parts.append(f"dropout={self.dropout}")
         if self.output_gate is not None:
             parts.append(f"output_gate={self.output_gate}")
+        if self.proof:
+            parts.append(self.proof)
         return ", ".join(parts)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Self:

@@ -1,0 +1,449 @@
+"""`load_attention`: one attention layer from a checkpoint, proved against its class."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import config as config_json
+from headwise.checkpoints import description as descriptions
+from headwise.checkpoints.attention import (
+    MAX_NAMES,
+    attention_from_state,
+    find_shared_tables,
+)
+from headwise.checkpoints.config import Config, layout_in_layer
+from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
+from headwise.checkpoints.proof import (
+    Probe,
+    Proof,
+    StirredTensors,
+    record_probes,
+    shrink_far_settings,
+)
+from headwise.checkpoints.skeleton import NotRunError
+from headwise.checkpoints.source import CheckpointSource
+from headwise.errors import HeadwiseError, MissingExtraError, OptionError
+from headwise.function.spec import ABSENT
+from headwise.layers.attention import Attention
+from headwise.layouts import registry
+from headwise.layouts._layout import Layout
+from headwise.layouts.modules import NamedModule, find_modules, find_unlisted_tensors_of_module
+from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
+from headwise.support.text import list_some
+
+ROUNDED = (
+    " rounds its distance bias to bfloat16 at each position; the layer does not:"
+    " the two part from position 257 on, earlier for 16 or more heads"
+)
+# What classes decide for each layer in code, where their config alone does not say it.
+NO_ROTATION, NO_WINDOW, WINDOW, TWO_SIDED = "no rotation", "no window", "a window", "two-sided"
+_WINDOWS: tuple[tuple[str, ...], ...] = ((), (NO_WINDOW,), (WINDOW,), (TWO_SIDED,))
+VARIANTS = (*_WINDOWS, *((NO_ROTATION, *words) for words in _WINDOWS))
+
+
+@explain_arguments(RENAMED_COUNTS)
+def load_attention(
+    path: str | Path,
+    *,
+    layer: int = 0,
+    prefix: str | None = None,
+    layout: str | Layout | None = None,
+    config: Config | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rotary_width: int | None = None,
+    proof: bool = True,
+    **options: Any,
+) -> Attention:
+    """Return one attention layer of a stored model, in the dtype of its file.
+
+    The layout, the counts and the settings that no tensor holds come from the metadata of the file,
+    or else from the config.json beside it. The layer has the rotation, scale, softcap, norms and
+    window of the model. The mask is an argument of the call: a decoder needs ``Mask.causal()``.
+
+    Where transformers has the class of the model, that class runs on several inputs with the same
+    weights, and the layer must give its numbers: the repr of the layer says so. A model_type that
+    the catalogue lacks loads if this proof finds one layout.
+
+    Args:
+        path: a file of weights, an index, or a folder with them.
+        layer: the number of the layer, from 0, as in the names of the tensors.
+        prefix: the start of the module's tensor names, where a layer has several modules.
+        layout: the layout of the file, where neither metadata nor config.json names it.
+        config: the fields of config.json; those of the file if None.
+        heads: query heads, where the file does not state them.
+        kv_heads: key and value heads.
+        head_dim: channels of a head, in place of ``heads``.
+        rotary_width: channels of a head that are rotated.
+        proof: False to load without running the class.
+        options: arguments of `Attention` that override the file's, such as ``window=(3, None)``.
+
+    Raises:
+        CheckpointError: the path leads to no weights, or its metadata does not fit its tensors.
+        OptionError: no such layer, a setting of the layer is stated nowhere, or the layer gives
+            other numbers than the class.
+    """
+    counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
+    opened = open_checkpoint(Path(path), counts, config=config)
+    stored = _select_layout(opened, layout)
+    if stored is not None:
+        modules = find_modules(stored, opened.source.headers)
+        module = _select_module(opened.source, stored, modules, layer, prefix)
+        reading = Reading(opened, stored, module, modules, opened.config)
+        if not proof:
+            return reading.layer(opened.source, **options)
+        return _load_listed(reading, options)
+    readings = _readings_that_fit(opened, layer, prefix)
+    if not proof or not readings:
+        raise _unknown_layout_error(opened)
+    return _load_unlisted(opened, readings, options)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One way to read an attention module of a checkpoint.
+
+    Attributes:
+        opened: the checkpoint.
+        stored: the layout of its tensors.
+        module: the module; ``modules`` are all of this layout.
+        config: the fields of config.json; None for those of the model that runs in the proof.
+        variant: words of `VARIANTS`.
+    """
+
+    opened: Checkpoint
+    stored: Layout
+    module: NamedModule
+    modules: Sequence[NamedModule]
+    config: Config | None
+    variant: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The layout and the variant, in words."""
+        return ", ".join((self.stored.name, *self.variant))
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """The name of a stored tensor of each projection, by role."""
+        return {
+            role: full
+            for full, local in self.module.tensors.items()
+            for role in "qkvo"
+            if f"w{role}" in self.stored.patterns[local].tensors
+        }
+
+    def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the layer is made of, with tables that several modules share."""
+        shared = find_shared_tables(self.stored, self.module, self.modules, state)
+        return {name: state[name] for name in (*self.module.tensors, *shared)}
+
+    def config_of(self, probe: Probe) -> Config:
+        """Return the fields of config.json for the model of a probe."""
+        if self.config is None:
+            return probe.config
+        return shrink_far_settings(self.config) if probe.is_near else self.config
+
+    def layer(
+        self, state: Mapping[str, Tensor], *, config: Config | None = None, **options: Any
+    ) -> Attention:
+        """Return the layer; raise an OptionError where config and tensors do not make one."""
+        if config is None:
+            config = self.config or {}
+        headers, module = self.opened.source.headers, self.module
+        shapes = {local: headers[name].shape for name, local in module.tensors.items()}
+        known = self.opened.known
+        if self.config is None:
+            known = config_json.read_stated_counts(config)
+        sizes = self.stored.sizes(shapes, known)
+        described = layout_in_layer(self.stored, config, module.layer)
+        given: dict[str, Any] = {}
+        if NO_ROTATION in self.variant:
+            described = replace(described, function=replace(described.function, rotary=ABSENT))
+        if NO_WINDOW in self.variant:
+            given["window"] = None
+        elif WINDOW in self.variant and (size := config_json.window_size(config)):
+            given["window"] = (size - 1, None)
+        elif TWO_SIDED in self.variant and (size := config_json.window_size(config)):
+            given["window"] = (size // 2, size // 2)
+        if described.function.rotary and "rotary" not in options:
+            _check_stated_rotation(module, self.opened.source, described, config)
+        if getattr(described.function.score_bias, "before_scale", False):
+            warnings.warn(f"{module.prefix}{ROUNDED}", stacklevel=4)
+        return attention_from_state(
+            module, self.modules, state, described, config, sizes, **{**given, **options}
+        )
+
+
+# ---- proof --------------------------------------------------------------------------------------
+
+
+def _load_listed(reading: Reading, options: Mapping[str, Any]) -> Attention:
+    """Return the layer that the catalogue names, proved where its class runs here."""
+    source = reading.opened.source
+    try:
+        layer, problem = reading.layer(source, **options), None
+    except OptionError as error:
+        problem = error
+    try:
+        trial = LoadTrial.of(reading, options)
+    except (NotRunError, MissingExtraError) as error:
+        if problem is not None:
+            raise problem from None
+        layer.proof = str(Proof(reason=_reason(error)))
+        return layer
+    others = (replace(reading, config=None, variant=words) for words in VARIANTS)
+    for each in (reading, *others):
+        if each is reading and problem is not None:
+            continue
+        if (proof := trial.prove(each)) is not None:
+            return _finish(each, trial, proof, options)
+    if problem is not None:
+        raise problem
+    raise trial.unequal_error([reading])
+
+
+def _load_unlisted(
+    opened: Checkpoint, readings: Sequence[Reading], options: Mapping[str, Any]
+) -> Attention:
+    """Return the only layer that gives the numbers of the class, of all layouts that fit."""
+    proved: list[tuple[Reading, LoadTrial, Proof, Attention]] = []
+    trials: dict[tuple[str, ...], LoadTrial] = {}
+    for reading in readings:
+        key = (*reading.roles.values(), *reading.module.tensors)
+        try:
+            if key not in trials:
+                trials[key] = LoadTrial.of(reading, options)
+        except (NotRunError, MissingExtraError) as error:
+            raise _unknown_layout_error(opened, _reason(error)) from None
+        for words in VARIANTS:
+            each, trial = replace(reading, variant=words), trials[key]
+            if (proof := trial.prove(each)) is None:
+                continue
+            layer = _finish(each, trial, proof, options)
+            if not any(_is_same_layer(layer, other) for *_, other in proved):
+                proved.append((each, trial, proof, layer))
+            break
+    if len(proved) == 1:
+        return proved[0][-1]
+    if not proved:
+        raise next(iter(trials.values())).unequal_error(readings)
+    names = " and ".join(reading.name for reading, *_ in proved)
+    raise OptionError(
+        saw=f"{opened.source.path} gives the numbers of its class as {names}",
+        needed="one layout: these layers differ, and no probe shows in what",
+        do="pass layout=... with the one that is meant",
+    )
+
+
+def _finish(
+    reading: Reading, trial: LoadTrial, proof: Proof, options: Mapping[str, Any]
+) -> Attention:
+    config = reading.config_of(trial.probes[0])
+    layer = reading.layer(reading.opened.source, config=config, **options)
+    layer.proof = str(proof)
+    return layer
+
+
+def _is_same_layer(first: Attention, second: Attention) -> bool:
+    mine, theirs = first.state_dict(), second.state_dict()
+    return (
+        first.spec == second.spec
+        and mine.keys() == theirs.keys()
+        and all(torch.equal(x, theirs[name]) for name, x in mine.items())
+    )
+
+
+def _reason(error: Exception) -> str:
+    return error.saw if isinstance(error, MissingExtraError) else str(error)
+
+
+@dataclass(frozen=True, eq=False)
+class LoadTrial:
+    """Probes of one module's class, on which readings of its tensors are tried.
+
+    Attributes:
+        probes: what the class gave.
+        state: the tensors on which it ran.
+        against: the name of its class.
+        options: the caller's.
+        outcomes: name of a reading -> the probes that it passed, and the reason why it is refused.
+    """
+
+    probes: list[Probe]
+    state: StirredTensors
+    against: str
+    options: Mapping[str, Any]
+    outcomes: dict[str, tuple[int, str]]
+
+    @classmethod
+    def of(cls, reading: Reading, options: Mapping[str, Any]) -> LoadTrial:
+        """Run the class of a module.
+
+        Raises:
+            MissingExtraError: transformers is not installed.
+            NotRunError: transformers has no class, or it does not run here.
+        """
+        config, source = reading.opened.config, reading.opened.source
+        if not config.get("model_type"):
+            raise NotRunError("no config.json names a model_type")
+        state = StirredTensors(source)
+        probes, skeleton = record_probes(config, reading.tensors(state), reading.roles)
+        usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
+        return cls(probes, state, type(skeleton.attention).__name__, usual, {})
+
+    def prove(self, reading: Reading) -> Proof | None:
+        """Return the proof of a reading; None where it gives other numbers, or makes no layer."""
+        causal: bool | None = False if self.probes[0].call.source is not None else None
+        for number, probe in enumerate(self.probes):
+            config = reading.config_of(probe)
+            try:
+                layer = reading.layer(
+                    self.state, config=config, dtype=torch.float64, **self.options
+                )
+            except HeadwiseError as error:
+                self.outcomes[reading.name] = number, error.saw
+                return None
+            kinds = (True, False) if causal is None else (causal,)
+            parted = {kind: probe.find_parted_stage(layer, causal=kind) for kind in kinds}
+            causal = next((kind for kind in kinds if parted[kind] is None), None)
+            if causal is None:
+                words = f"{list(parted.values())[-1]} differ from {self.against} on {probe.name}"
+                self.outcomes[reading.name] = number, words
+                return None
+        tokens = max(probe.call.x.shape[1] for probe in self.probes)
+        return Proof(against=self.against, probes=len(self.probes), tokens=tokens)
+
+    def unequal_error(self, readings: Sequence[Reading]) -> OptionError:
+        """Return the error for a module that no reading gives."""
+        first, total = readings[0], len(self.probes)
+        name, (passed, why) = max(self.outcomes.items(), key=lambda each: each[1][0])
+        kind, others = first.opened.config.get("model_type"), len(self.outcomes) - 1
+        rest = f"; {others} other readings part as well" if others else ""
+        return OptionError(
+            saw=f"{first.module.prefix} of a {kind} model: as {name}, {why}, after {passed} of "
+            f"{total} probes{rest}",
+            needed=f"a layout and settings that give the numbers of {self.against}",
+            do="use the model's own class"
+            + ("; proof=False loads it all the same" if first.config is not None else ""),
+        )
+
+
+# ---- what to read -------------------------------------------------------------------------------
+
+
+def _select_layout(opened: Checkpoint, layout: str | Layout | None) -> Layout | None:
+    """Return the layout of the caller, the description or the config; None where none says."""
+    description = opened.description
+    if layout is not None:
+        named = descriptions.layout_with_described_function(layout, description)
+        if description is not None and description.layout.name != named.name:
+            raise OptionError(
+                saw=f"layout {named.name}, but {description.origin} says {description.layout.name}",
+                needed="the layout of the file: another one puts rows into wrong places",
+                do="leave out layout=...",
+            )
+        return named
+    if description is not None:
+        return description.layout
+    name = config_json.layout_name(opened.config)
+    return None if name is None else registry.layout(name)
+
+
+def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
+    kind = opened.config.get("model_type")
+    stated = f"the model_type {kind}, which the catalogue lacks" if kind else "no model_type"
+    return OptionError(
+        saw=f"{opened.source.path} has {stated}" + (f"; not proved: {reason}" if reason else ""),
+        needed="the layout of the weights",
+        do="headwise.checkpoints.load_attention(path, layer=0, layout=...); headwise detect "
+        "lists the layouts that fit",
+    )
+
+
+def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> list[Reading]:
+    """Return the readings of a module whose layout has all of its tensors."""
+    headers = opened.source.headers
+    readings = []
+    for stored in registry.layouts_by_name().values():
+        if not stored.required:
+            continue
+        modules = [m for m in find_modules(stored, headers) if m.tensors]
+        chosen = [
+            m for m in modules if (m.layer == layer if prefix is None else m.prefix == prefix)
+        ]
+        for module in chosen:
+            is_whole = stored.required <= {*module.tensors.values()}
+            if is_whole and not find_unlisted_tensors_of_module(module, stored):
+                readings.append(Reading(opened, stored, module, modules, None))
+    if len(names := dict.fromkeys(reading.module.prefix for reading in readings)) > 1:
+        raise OptionError(
+            saw=f"layer {layer} of {opened.source.path}, which {len(names)} modules have",
+            needed=f"one module, among {list_some([*map(repr, names)], MAX_NAMES)}",
+            do=f"load_attention(path, prefix={next(iter(names))!r}) in Python, or another of them",
+        )
+    return readings
+
+
+def _select_module(
+    source: CheckpointSource,
+    layout: Layout,
+    modules: Sequence[NamedModule],
+    layer: int,
+    prefix: str | None,
+) -> NamedModule:
+    if not modules:
+        obstacle = registry.find_obstacle(source.headers)
+        why = "" if obstacle is None else f": {obstacle.reason}"
+        raise OptionError(
+            saw=f"{source.path} holds no attention in the layout {layout.name}{why}",
+            needed=f"modules with {', '.join(sorted(layout.required))}",
+            do="headwise detect names the layout of weights: pass it as layout=..."
+            if obstacle is None
+            else obstacle.do,
+        )
+    matches = [module for module in modules if module.layer == layer]
+    if prefix is not None:
+        matches = [module for module in modules if module.prefix == prefix]
+    if len(matches) == 1:
+        return matches[0]
+    shown = matches or modules
+    selection = f"layer {layer}" if prefix is None else f"prefix {prefix!r}"
+    fault = f"where {layout.name} has {len(matches)} modules"
+    numbers = sorted({module.layer for module in modules if module.layer is not None})
+    if prefix is None and not matches and numbers:
+        is_whole = len(numbers) == numbers[-1] - numbers[0] + 1
+        span = f"{numbers[0]} to {numbers[-1]}" if is_whole else ", ".join(map(str, numbers))
+        fault = f"which has the layers {span}"
+    raise OptionError(
+        saw=f"{selection} of {source.path}, {fault}",
+        needed=f"one module, among {list_some([repr(m.prefix) for m in shown], MAX_NAMES)}",
+        do=f"load_attention(path, prefix={matches[0].prefix!r}) in Python, or another of them"
+        if matches
+        else "change layer or prefix",
+    )
+
+
+def _check_stated_rotation(
+    module: NamedModule, source: CheckpointSource, layout: Layout, config: Config
+) -> None:
+    """Raise OptionError without a config; warn of positions in sections, which no layer has."""
+    if not config:
+        raise OptionError(
+            saw=f"{source.path} has rotary {layout.name} attention and no config",
+            needed="the theta of the rotation, which no tensor holds",
+            do="pass rotary=Rotary(theta=...) with the model's theta, or config=...",
+        )
+    if sections := config_json.rotary_section_of_layer(config, module.layer).get("mrope_section"):
+        message = f"{module.prefix} turns by time, row and column of a token, mrope_section"
+        rest = "the layer turns by one position, which is right for text without images"
+        warnings.warn(f"{message} {sections}; {rest}", stacklevel=4)

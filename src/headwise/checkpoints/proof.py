@@ -1,0 +1,305 @@
+"""Proof of a loaded attention: it runs beside its own class of transformers, on several probes.
+
+A probe is an input of the model. The class gets from its model what it always gets: positions,
+masks, tables. The layer gets the input of the class's projections, and a mask of its own. Both run
+in float64, on the stored weights; those that are constant, such as biases of 0, are random.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.checkpoints.skeleton import ClassCall, NotRunError, Skeleton, build_skeleton
+from headwise.function.rounding import allow_two_runs, default_tolerance, relative_difference_norm
+from headwise.layers.attention import Attention
+from headwise.masks.mask import Mask
+
+BATCH, SHORT, LONG, LATE, PADDING = 2, 24, 64, 7, 5
+# Settings that act far out, with the numbers that they have in a copy of the config.
+FAR = re.compile(r"window|chunk|local_attention|original_max_position|floor_scale")
+NEAR, NEAR_ORIGINAL = 6, 32
+STEPS = 4  # units in the last place of float32, by which a power of theta may differ
+Run = Callable[[Attention, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Outcome of a proof.
+
+    Attributes:
+        against: the class of transformers.
+        probes: the number of inputs.
+        tokens: of the longest.
+        reason: why there is no proof; "" for a proof.
+    """
+
+    against: str = ""
+    probes: int = 0
+    tokens: int = 0
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        """True if the layer is proved."""
+        return not self.reason
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"not proved: {self.reason}"
+        return f"proved against {self.against}, {self.probes} probes, up to {self.tokens} tokens"
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """One input of a model, with what its attention made of it.
+
+    Attributes:
+        name: of the input, in words.
+        config: of the model that ran.
+        call: that of the attention.
+        real: (batch, tokens), False for padding; None for none.
+        is_near: True if settings that act far out act near in the config.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    call: ClassCall
+    real: Tensor | None = None
+    is_near: bool = False
+
+    def mask(self, *, causal: bool) -> Mask:
+        """The mask of a call that hides padding, and later keys if it is causal."""
+        x, source = self.call.x, self.call.source
+        keys = (x if source is None else source).shape[1]
+        allowed = torch.ones(x.shape[0], x.shape[1], keys, dtype=torch.bool)
+        if self.real is not None and self.real.shape[1] == keys:
+            allowed &= self.real[:, None]
+        return Mask.may_attend(allowed.tril() if causal else allowed, axes="batch queries keys")
+
+    @torch.no_grad()
+    def find_parted_stage(self, layer: Attention, *, causal: bool) -> str | None:
+        """Return the first stage in which the layer parts from the class; None if it is equal."""
+        mask = self.mask(causal=causal)
+        if self._is_equal("output", layer, lambda m, x: m(x, self._source(x), mask=mask)):
+            return None
+
+        def run_values(m: Attention, x: Tensor) -> Tensor:
+            values: Tensor = m.v_proj(x if self.call.source is None else self._source(x))
+            return values
+
+        def run_heads(m: Attention, x: Tensor) -> Tensor:
+            return m.head_outputs(x, self._source(x), mask=mask).transpose(1, 2).flatten(2)
+
+        stages = {"v": run_values, "head outputs": run_heads}
+        parted = (name for name, run in stages.items() if not self._is_equal(name, layer, run))
+        return next(parted, "output")
+
+    def _source(self, x: Tensor) -> Tensor | None:
+        return None if self.call.source is None else self.call.source.to(x.dtype)
+
+    def _is_equal(self, stage: str, layer: Attention, run: Run) -> bool:
+        theirs = self.call.stages.get(stage)
+        if theirs is None:
+            return True
+        mine = run(layer, self.call.x)
+        if mine.shape != theirs.shape:
+            return False
+        if self.real is not None and stage != "v" and self.real.shape == mine.shape[:2]:
+            mine, theirs = mine[self.real], theirs[self.real]
+        gap = relative_difference_norm(mine, theirs)
+        if gap <= default_tolerance(torch.float64):
+            return True
+        return gap <= _rotation_tolerance(layer, self.call.x, run) + (
+            _narrow_tolerance(layer, self.call.x, run) if self.call.is_narrow else 0.0
+        )
+
+
+def _rotation_tolerance(layer: Attention, x: Tensor, run: Run) -> float:
+    """Return how far frequencies move an output that round in float32 by another order of steps."""
+    if layer.rotary is None:
+        return 0.0
+    moved = copy(layer)
+    theta = layer.rotary.theta * (1 + STEPS * torch.finfo(torch.float32).eps)
+    moved.rotary = replace(layer.rotary, theta=theta)
+    return relative_difference_norm(run(moved, x), run(layer, x))
+
+
+def _narrow_tolerance(layer: Attention, x: Tensor, run: Run) -> float:
+    """Return how far two runs may part of which one has steps in float32, as `allow_two_runs`."""
+    names, weights = zip(*layer.named_parameters(), strict=True)
+
+    def compute(x: Tensor, *weights: Tensor) -> Tensor:
+        state = {f"layer.{n}": w for n, w in zip(names, weights, strict=True)}
+        result: Tensor = torch.func.functional_call(_Run(layer, run), state, (x,))
+        return result
+
+    exact, allowed = allow_two_runs(compute, x, *weights, dtype=torch.float32)
+    return float(allowed.norm() / exact.norm())
+
+
+class _Run(nn.Module):
+    def __init__(self, layer: Attention, run: Run) -> None:
+        super().__init__()
+        self.layer, self.run = layer, run
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a stage of the layer."""
+        return self.run(self.layer, x)
+
+
+# ---- probes -------------------------------------------------------------------------------------
+
+
+def shrink_far_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config in which settings that act far out act within a few tokens."""
+    near: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            near[name] = shrink_far_settings(value)
+        elif isinstance(value, int) and value > LONG // 2 and FAR.search(name):
+            near[name] = NEAR_ORIGINAL if "original" in name else NEAR
+        else:
+            near[name] = value
+    return near
+
+
+def record_probes(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], roles: Mapping[str, str]
+) -> tuple[list[Probe], Skeleton]:
+    """Run the class of a config on all probes; see `build_skeleton`.
+
+    Raises:
+        NotRunError: the class cannot be built here, or runs on no probe.
+    """
+    skeleton = build_skeleton(config, tensors, roles)
+    probes = _record_probes(skeleton)
+    near = shrink_far_settings(config)
+    if near != dict(config):
+        other = build_skeleton(near, tensors, roles)
+        probes += _record_probes(other, is_near=True)
+    return probes, skeleton
+
+
+def _record_probes(skeleton: Skeleton, *, is_near: bool = False) -> list[Probe]:
+    suffix = ", with far settings near" if is_near else ""
+    reasons: list[NotRunError] = []
+    for owner in skeleton.owners:
+        probes: list[Probe] = []
+        failures: list[NotRunError] = []
+        for name, inputs, real in _list_inputs(owner):
+            if "inputs_embeds" in inputs and probes and not failures:
+                break  # it runs on token ids
+            try:
+                call = skeleton.call(owner, inputs)
+            except NotRunError as error:
+                failures.append(error)
+                continue
+            probe = Probe(f"{name}{suffix}", skeleton.config, call, real, is_near)
+            probes.append(probe)
+        if probes:
+            return probes
+        reasons += failures
+    kind = type(skeleton.model).__name__
+    raise reasons[0] if reasons else NotRunError(f"{kind} takes no known input")
+
+
+Inputs = tuple[str, dict[str, Any], Tensor | None]
+
+
+def _list_inputs(owner: Any) -> Iterator[Inputs]:
+    takes = list(inspect.signature(owner.forward).parameters)
+    config = owner.config.to_dict()
+    forms = [name for name in ("input_ids", "inputs_embeds") if name in takes]
+    for form in forms:
+        yield from _list_texts(config, takes, form)
+    if forms:
+        return
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
+
+    if "pixel_values" in takes:
+        size = config.get("image_size") or 64
+        high, wide = size if isinstance(size, list | tuple) else (size, size)
+        yield "an image", {"pixel_values": draw(config.get("num_channels") or 3, high, wide)}, None
+    for name in ("input_values", "input_features"):
+        if name in takes:
+            bins = config.get("num_mel_bins") or 80
+            frames = 2 * (config.get("max_source_positions") or 200)
+            yield "a wave", {name: draw(4000)}, None
+            yield "a spectrum", {name: draw(bins, frames)}, None
+            yield "frames", {name: draw(frames, bins)}, None
+
+
+def _list_texts(config: Mapping[str, Any], takes: list[str], form: str) -> Iterator[Inputs]:
+    most = config.get("max_position_embeddings") or config.get("n_positions") or LONG
+    long = min(LONG, most - LATE if most > 2 * LATE else most)
+    short = min(SHORT, long)
+    ids = _draw_ids(config, long)
+
+    def give(x: Tensor, real: Tensor | None = None) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
+        for side in ("", "decoder_"):
+            if f"{side}input_ids" in takes and form == "input_ids":
+                inputs[f"{side}input_ids"] = x
+            if real is not None and f"{side}attention_mask" in takes:
+                inputs[f"{side}attention_mask"] = real.long()
+        if form == "inputs_embeds":
+            options: Any = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
+            width = config.get("hidden_size") or config.get("d_model") or 1
+            inputs[form] = torch.randn(*x.shape, width, **options)
+        return inputs
+
+    yield "a short text", give(ids[:, :short]), None
+    yield "a long text", give(ids), None
+    if "attention_mask" in takes:
+        for side in ("left", "right"):
+            real = torch.ones_like(ids, dtype=torch.bool)
+            hidden = slice(0, PADDING) if side == "left" else slice(long - PADDING, long)
+            real[0, hidden] = False
+            yield f"padding on the {side}", give(ids, real), real
+    if "position_ids" in takes and "decoder_input_ids" not in takes:
+        late = torch.arange(LATE, LATE + short).expand(BATCH, -1)
+        yield "late positions", give(ids[:, :short]) | {"position_ids": late}, None
+
+
+def _draw_ids(config: Mapping[str, Any], length: int) -> Tensor:
+    special = {n for name, n in config.items() if name.endswith("token_id")}
+    rows = config.get("vocab_size") or 100
+    usual = torch.tensor([n for n in range(min(rows, 1000)) if n not in special])
+    generator = torch.Generator().manual_seed(0)
+    return usual[torch.randint(len(usual), (BATCH, length), generator=generator)]
+
+
+# ---- tensors ------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class StirredTensors(Mapping[str, Tensor]):
+    """Tensors in float64 as they are read; those of one value, such as biases of 0, are random."""
+
+    source: Mapping[str, Tensor]
+    read: dict[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.read:
+            x = self.source[name].double()
+            if x.numel() > 1 and bool((x == x.flatten()[0]).all()):
+                generator = torch.Generator().manual_seed(len(self.read))
+                x = x + torch.randn(x.shape, generator=generator, dtype=x.dtype) / 8
+            self.read[name] = x
+        return self.read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)

@@ -1,0 +1,293 @@
+"""Model of transformers that holds the stored weights of one attention, and runs up to it.
+
+All other parameters are small: windows on a row of random numbers, shifted by one for each row, so
+that a matrix of any size needs the memory of its two sides. The model runs in float64, as far as
+its class can; tables that it makes once, such as the frequencies of a rotation, are those of its
+class to the last bit, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.checkpoints.transformers import (
+    PURPOSE,
+    class_of_config,
+    list_load_errors,
+    silence_transformers,
+)
+from headwise.errors import OptionError
+from headwise.support.lazy import require_package
+from headwise.support.wide import default_float64, in_float64
+
+COSTLY = 2**26  # parameters of the blocks before the attention, beyond which they are not run
+
+
+class NotRunError(Exception):
+    """Raised for a class that could not be built or run here; its text is the reason."""
+
+
+class _ReachedError(Exception):
+    """Raised when the attention has its output, so that nothing after it runs."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClassCall:
+    """One call of an attention module of transformers.
+
+    Attributes:
+        x: (batch, queries, embed_dim), the input of the queries' projection.
+        source: (batch, keys, source_dim), that of the keys' projection; None where it is x.
+        stages: name -> result of a projection, the merged head outputs, the output.
+        is_narrow: True if a step before the output was computed in float32 or narrower.
+    """
+
+    x: Tensor
+    source: Tensor | None
+    stages: Mapping[str, Tensor]
+    is_narrow: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Skeleton:
+    """A model with the weights of one attention.
+
+    Attributes:
+        model: the model, in eval mode.
+        owners: the models around the attention, the smallest first.
+        projections: role -> module that projects queries, keys, values or outputs.
+        attention: the smallest module that holds all of them.
+    """
+
+    model: nn.Module
+    owners: Sequence[Any]
+    projections: Mapping[str, nn.Module]
+    attention: nn.Module
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config of the smallest model, with the defaults of its class."""
+        return dict(self.owners[0].config.to_dict())
+
+    @torch.no_grad()
+    def call(self, owner: Any, inputs: Mapping[str, Any]) -> ClassCall:
+        """Run one of the owners up to the output of the attention.
+
+        Raises:
+            NotRunError: the class cannot run on these inputs, or does not reach the attention.
+        """
+        reached: dict[str, tuple[Any, Any]] = {}
+
+        def keep(role: str) -> Callable[..., None]:
+            def keep_call(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+                reached.setdefault(role, (given[0] if given else None, output))
+                if role == "o":
+                    raise _ReachedError
+
+            return keep_call
+
+        hooks = [m.register_forward_hook(keep(role)) for role, m in self.projections.items()]
+        kind = type(owner).__name__
+        try:
+            with in_float64() as narrow:
+                owner(**inputs)
+        except _ReachedError:
+            return self._read_call(reached, is_narrow=narrow.is_seen)
+        except list_run_errors() as error:
+            raise NotRunError(f"{kind} {_first_line(error)}") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        raise NotRunError(f"{kind} did not call the output projection of its attention")
+
+    def _read_call(self, reached: Mapping[str, tuple[Any, Any]], *, is_narrow: bool) -> ClassCall:
+        tensors = [x for pair in reached.values() for x in pair]
+        is_whole = reached.keys() == self.projections.keys()
+        if not is_whole or not all(isinstance(x, Tensor) and x.dim() == 3 for x in tensors):
+            kind = type(self.attention).__name__
+            raise NotRunError(f"{kind} does not project (batch, tokens, width) by its modules")
+        x, source = reached["q"][0], reached["k"][0]
+        stages = {role: reached[role][1] for role in "qkv" if self._is_alone(role)}
+        stages |= {"head outputs": reached["o"][0], "output": reached["o"][1]}
+        is_same = source.shape == x.shape and torch.equal(source, x)
+        source = None if is_same else source
+        return ClassCall(x=x, source=source, stages=stages, is_narrow=is_narrow)
+
+    def _is_alone(self, role: str) -> bool:
+        module = self.projections[role]
+        return [*self.projections.values()].count(module) == 1
+
+
+def list_run_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that classes of transformers raise at sizes or inputs that do not fit."""
+    usual = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+    return (*usual, RuntimeError, *list_load_errors())
+
+
+def build_skeleton(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], roles: Mapping[str, str]
+) -> Skeleton:
+    """Return the model of a config with the tensors of one attention.
+
+    ``tensors`` has the stored names, and ``roles`` the name of a tensor of each projection, by
+    role: q, k, v and o.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        NotRunError: transformers has no such class, or cannot build it or place the tensors.
+    """
+    transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
+    try:
+        with silence_transformers(transformers), default_float64():
+            kind, made = class_of_config(transformers, _in_double(config))
+            model = _build(transformers, kind, made)
+            names = _place(model, tensors)
+    except OptionError:
+        raise
+    except list_run_errors() as error:
+        raise NotRunError(
+            f"the class of {config.get('model_type')} {_first_line(error)}"
+        ) from error
+    paths = {}
+    for role, stored in roles.items():
+        if (name := names.get(stored)) is None:
+            raise NotRunError(f"{type(model).__name__} has no place for {stored}")
+        paths[role] = name.rpartition(".")[0]
+    common = _common_path(list(paths.values()))
+    modules = {role: model.get_submodule(path) for role, path in paths.items()}
+    owners = _find_owners(model, common, transformers)
+    _fill(model, modules.values())
+    _skip_blocks_before(model, common)
+    attention = model.get_submodule(common)
+    return Skeleton(model.eval(), owners, modules, attention)
+
+
+def _in_double(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose parts, which models build by their own dtype, are in float64."""
+    parts = {
+        n: _in_double(part) if isinstance(part, Mapping) else part for n, part in config.items()
+    }
+    stated = {n: "float64" for n in ("dtype", "torch_dtype") if config.get(n) is not None}
+    return parts | stated
+
+
+def _build(transformers: Any, kind: Any, config: Any) -> Any:
+    if not issubclass(kind, transformers.PreTrainedModel):
+        with torch.device("meta"):  # an Auto class chooses one
+            kind = type(kind.from_config(config))
+    config._experts_implementation = "eager"  # the grouped kernel has no float64
+    with parameters_on_meta():
+        return kind(config)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Give new parameters no memory; buffers, such as tables of angles, are made as always."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=False)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _place(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Put stored tensors in their places; return stored name -> name in the model."""
+    loading = import_module("transformers.core_model_loading")
+    mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    names = {}
+    for name in tensors:
+        renamed = loading.rename_source_key(name, renamings, converters, prefix, state)[0]
+        if renamed not in state:
+            renamed = loading.rename_source_key(name, [], [], prefix, state)[0]
+        if renamed in state:
+            names[name] = renamed
+    options = import_module("transformers.modeling_utils").LoadStateDictConfig
+    loading.convert_and_load_state_dict_in_model(
+        model=model,
+        state_dict=dict(tensors),
+        load_config=options(weight_mapping=[*renamings, *converters]),
+    )
+    placed = dict(model.named_parameters())
+    for stored, name in names.items():
+        if name in placed and placed[name].is_meta:
+            shape, wanted = tuple(tensors[stored].shape), tuple(state[name].shape)
+            raise ValueError(f"at {stored} of {shape}, where it has {wanted}")
+    return names
+
+
+def _common_path(paths: list[str]) -> str:
+    common: list[str] = []
+    for parts in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    if len(set(paths)) == 1 and common:  # one module projects all
+        common.pop()
+    return ".".join(common)
+
+
+def _find_owners(model: nn.Module, path: str, transformers: Any) -> list[nn.Module]:
+    """Return the models of transformers around a module, the smallest first."""
+    parts = path.split(".") if path else []
+    around = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+    modules = [model.get_submodule(name) for name in around]
+    return [m for m in modules if isinstance(m, transformers.PreTrainedModel)]
+
+
+def _fill(model: nn.Module, projections: Iterable[nn.Module]) -> None:
+    """Give all other parameters small values; a bias that a file leaves out is 0 in its class."""
+    generator = torch.Generator().manual_seed(0)
+    for module in projections:
+        bias = module._parameters.get("bias")
+        if bias is not None and bias.is_meta:
+            module.bias = nn.Parameter(torch.zeros(bias.shape), requires_grad=False)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                values = make_small(parameter.shape, generator)
+                module._parameters[name] = nn.Parameter(values, requires_grad=False)
+
+
+def make_small(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return random numbers of a shape, in the memory of the sum of its sides."""
+    row = torch.randn(sum(shape) + 1, generator=generator, dtype=torch.float64)
+    row = row / max(1, shape[-1]) ** 0.5 if len(shape) > 1 else 1 + row / 8
+    return row.as_strided(tuple(shape), (1,) * len(shape))
+
+
+def _skip_blocks_before(model: nn.Module, path: str) -> None:
+    """Let blocks before the attention pass their input on, where running them is costly."""
+    parts = path.split(".")
+    for at, part in enumerate(parts):
+        blocks = model.get_submodule(".".join(parts[:at]))
+        if isinstance(blocks, nn.ModuleList) and part.isdecimal():
+            before = list(blocks)[: int(part)]
+            if sum(p.numel() for block in before for p in block.parameters()) > COSTLY:
+                for block in before:
+                    block.forward = _pass_on
+
+
+def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden_states
+
+
+def _first_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:160]
+    return f"raises {type(error).__name__}: {text}"

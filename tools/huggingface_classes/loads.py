@@ -1,0 +1,108 @@
+"""Which layers of a stored model `load_attention` loads, with the outputs of the model's own run.
+
+A load is proved by itself, on the model's class with probes. Here the layer is compared once more,
+by other means: with what the recorder saw of the whole model, in float32.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from headwise.checkpoints import load_attention
+from headwise.checkpoints.config import layout_name
+from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
+from headwise.errors import HeadwiseError
+from headwise.layouts import registry
+from headwise.layouts.modules import find_modules
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.record import record_attention
+
+EQUAL = 1e-4  # of the largest head output
+MOST = 12  # modules that are tried
+LOADED, SOME, OTHER, UNPROVED, REFUSED = (
+    "loaded",
+    "some layers",
+    "other numbers",
+    "not proved",
+    "refused",
+)
+
+
+def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
+    """How the stored layers load, and the reason of the first that does not."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        model.save_pretrained(folder)
+        opened = open_checkpoint(folder, dict.fromkeys(COUNTS))
+        prefixes = list(_prefixes(opened))[:MOST]
+        calls = _calls(model, given)
+        outcomes = [_outcome(folder, prefix, calls) for prefix in prefixes]
+    if not outcomes:
+        obstacle = registry.find_obstacle(opened.source.headers)
+        return REFUSED, "no layout has its tensors" if obstacle is None else obstacle.reason
+    kinds = {kind for kind, _ in outcomes}
+    reason = next((why for kind, why in outcomes if kind != LOADED), "")
+    for kind in (OTHER, LOADED):
+        if kind in kinds:
+            return (SOME if kind == LOADED and len(kinds) > 1 else kind), reason
+    return (UNPROVED if UNPROVED in kinds else REFUSED), reason
+
+
+def _prefixes(opened: Checkpoint) -> Iterator[str]:
+    """The prefixes of modules that a layout has whole."""
+    name, headers = layout_name(opened.config), opened.source.headers
+    every = registry.layouts_by_name().values()
+    seen = set()
+    for layout in every if name is None else [registry.layout(name)]:
+        for module in find_modules(layout, headers) if layout.required else ():
+            whole = layout.required <= {*module.tensors.values()}
+            if whole and module.prefix not in seen:
+                seen.add(module.prefix)
+                yield module.prefix
+
+
+def _calls(model: nn.Module, given: dict[str, Any]) -> list[CapturedCall]:
+    calls: list[CapturedCall] = []
+    try:
+        with record_attention(model, on_complete=calls.append) as recorder, torch.no_grad():
+            recorder.begin_input()
+            model(**given)
+    except HeadwiseError:
+        return []
+    return calls
+
+
+def _outcome(folder: Path, prefix: str, calls: Iterable[CapturedCall]) -> tuple[str, str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            layer = load_attention(folder, prefix=prefix)
+    except HeadwiseError as error:
+        return REFUSED, error.saw
+    if not layer.proof.startswith("proved"):
+        return UNPROVED, layer.proof
+    name = prefix.rstrip("./")
+    for call in calls:
+        theirs = call.outputs if call.mixed is None else None
+        is_same = call.layer.endswith(name) or name.endswith(call.layer)
+        if not is_same or theirs is None or call.state is None or call.is_cross:
+            continue
+        if call.state.dim() != 3 or call.state.shape[:2] != (theirs.shape[0], theirs.shape[2]):
+            continue
+        with torch.no_grad():
+            mine = layer.head_outputs(call.state, mask=call.matrix.mask)
+        if mine.shape != theirs.shape:
+            return OTHER, f"{prefix}: head outputs of another shape"
+        real = call.real_queries[:, None, :, None]
+        gap = float(((mine - theirs) * real).abs().max() / theirs.abs().max())
+        if not gap < EQUAL:
+            return OTHER, f"{prefix}: head outputs differ by {gap:.2g} of the largest"
+    return LOADED, ""
