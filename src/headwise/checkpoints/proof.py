@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checkpoints.skeleton import ClassCall, NotRunError, Skeleton, build_skeleton
+from headwise.function.rotary import Rotary
 from headwise.function.rounding import allow_two_runs, default_tolerance, relative_difference_norm
 from headwise.layers.attention import Attention
 from headwise.masks.mask import Mask
 
-BATCH, SHORT, LONG, LATE, PADDING = 2, 24, 64, 7, 5
+BATCH, SHORT, LONG, SOURCE, LATE, PADDING = 2, 24, 64, 19, 7, 5
 # Settings that act far out, with the numbers that they have in a copy of the config.
 FAR = re.compile(r"window|chunk|local_attention|original_max_position|floor_scale")
 NEAR, NEAR_ORIGINAL = 6, 32
@@ -74,19 +75,28 @@ class Probe:
     real: Tensor | None = None
     is_near: bool = False
 
-    def mask(self, *, causal: bool) -> Mask:
-        """The mask of a call that hides padding, and later keys if it is causal."""
+    def find_parted_stage(self, layer: Attention) -> str | None:
+        """Return the first stage in which the layer parts from the class; None if it is equal.
+
+        The layer gets the mask of the class, which hides later keys or not, and padding or not:
+        some classes do not hide it, and some are causal only beside padding.
+        """
+        parted = [self._find_parted_stage(layer, mask) for mask in self._list_masks()]
+        return None if None in parted else parted[0]
+
+    def _list_masks(self) -> Iterator[Mask]:
         x, source = self.call.x, self.call.source
         keys = (x if source is None else source).shape[1]
-        allowed = torch.ones(x.shape[0], x.shape[1], keys, dtype=torch.bool)
+        shown = torch.ones(x.shape[0], x.shape[1], keys, dtype=torch.bool)
+        every = [shown]
         if self.real is not None and self.real.shape[1] == keys:
-            allowed &= self.real[:, None]
-        return Mask.may_attend(allowed.tril() if causal else allowed, axes="batch queries keys")
+            every = [shown & self.real[:, None], shown]
+        for allowed in every:
+            for each in [allowed.tril(), allowed] if source is None else [allowed]:
+                yield Mask.may_attend(each, axes="batch queries keys")
 
     @torch.no_grad()
-    def find_parted_stage(self, layer: Attention, *, causal: bool) -> str | None:
-        """Return the first stage in which the layer parts from the class; None if it is equal."""
-        mask = self.mask(causal=causal)
+    def _find_parted_stage(self, layer: Attention, mask: Mask) -> str | None:
         if self._is_equal("output", layer, lambda m, x: m(x, self._source(x), mask=mask)):
             return None
 
@@ -116,18 +126,28 @@ class Probe:
         gap = relative_difference_norm(mine, theirs)
         if gap <= default_tolerance(torch.float64):
             return True
-        return gap <= _rotation_tolerance(layer, self.call.x, run) + (
-            _narrow_tolerance(layer, self.call.x, run) if self.call.is_narrow else 0.0
-        )
+        allowed = 0.0
+        if layer.rotary is not None and layer.rotary.theta not in list_numbers(self.config):
+            allowed += _rotation_tolerance(layer, layer.rotary, self.call.x, run)
+        if self.call.is_narrow:
+            allowed += _narrow_tolerance(layer, self.call.x, run)
+        return gap <= allowed
 
 
-def _rotation_tolerance(layer: Attention, x: Tensor, run: Run) -> float:
-    """Return how far frequencies move an output that round in float32 by another order of steps."""
-    if layer.rotary is None:
-        return 0.0
+def list_numbers(config: Mapping[str, Any]) -> Iterator[float]:
+    """Yield the numbers of a config and of its parts."""
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield from list_numbers(value)
+        elif isinstance(value, int | float):
+            yield value
+
+
+def _rotation_tolerance(layer: Attention, rotary: Rotary, x: Tensor, run: Run) -> float:
+    """Return how far float32 moves frequencies of a theta that is computed from the config's."""
     moved = copy(layer)
-    theta = layer.rotary.theta * (1 + STEPS * torch.finfo(torch.float32).eps)
-    moved.rotary = replace(layer.rotary, theta=theta)
+    theta = rotary.theta * (1 + STEPS * torch.finfo(torch.float32).eps)
+    moved.rotary = replace(rotary, theta=theta)
     return relative_difference_norm(run(moved, x), run(layer, x))
 
 
@@ -157,30 +177,37 @@ class _Run(nn.Module):
 # ---- probes -------------------------------------------------------------------------------------
 
 
-def shrink_far_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config in which settings that act far out act within a few tokens."""
+def shrink_far_settings(values: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
+    """Return a config in which settings that act far out act within a few tokens.
+
+    Those of the options that a caller has ``given`` stay: "rotary" or "window".
+    """
     near: dict[str, Any] = {}
     for name, value in values.items():
+        number, option = (NEAR_ORIGINAL, "rotary") if "original" in name else (NEAR, "window")
         if isinstance(value, Mapping):
-            near[name] = shrink_far_settings(value)
+            near[name] = shrink_far_settings(value, given)
         elif isinstance(value, int) and value > LONG // 2 and FAR.search(name):
-            near[name] = NEAR_ORIGINAL if "original" in name else NEAR
+            near[name] = value if option in given else number
         else:
             near[name] = value
     return near
 
 
 def record_probes(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], roles: Mapping[str, str]
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    roles: Mapping[str, str],
+    given: Collection[str],
 ) -> tuple[list[Probe], Skeleton]:
-    """Run the class of a config on all probes; see `build_skeleton`.
+    """Run the class of a config on all probes; see `build_skeleton`, `shrink_far_settings`.
 
     Raises:
         NotRunError: the class cannot be built here, or runs on no probe.
     """
     skeleton = build_skeleton(config, tensors, roles)
     probes = _record_probes(skeleton)
-    near = shrink_far_settings(config)
+    near = shrink_far_settings(config, given)
     if near != dict(config):
         other = build_skeleton(near, tensors, roles)
         probes += _record_probes(other, is_near=True)
@@ -199,7 +226,7 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool = False) -> list[Probe]:
             try:
                 call = skeleton.call(owner, inputs)
             except NotRunError as error:
-                failures.append(error)
+                failures += [] if "encoder_hidden_states" in inputs else [error]
                 continue
             probe = Probe(f"{name}{suffix}", skeleton.config, call, real, is_near)
             probes.append(probe)
@@ -253,7 +280,7 @@ def _list_texts(config: Mapping[str, Any], takes: list[str], form: str) -> Itera
             if real is not None and f"{side}attention_mask" in takes:
                 inputs[f"{side}attention_mask"] = real.long()
         if form == "inputs_embeds":
-            options: Any = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
+            options: Any = {"generator": _generator(), "dtype": torch.float64}
             width = config.get("hidden_size") or config.get("d_model") or 1
             inputs[form] = torch.randn(*x.shape, width, **options)
         return inputs
@@ -266,17 +293,24 @@ def _list_texts(config: Mapping[str, Any], takes: list[str], form: str) -> Itera
             hidden = slice(0, PADDING) if side == "left" else slice(long - PADDING, long)
             real[0, hidden] = False
             yield f"padding on the {side}", give(ids, real), real
+    if "encoder_hidden_states" in takes:
+        width = config.get("encoder_hidden_size") or config.get("hidden_size") or 1
+        states = torch.randn(BATCH, SOURCE, width, dtype=torch.float64, generator=_generator())
+        yield "a source", give(ids[:, :short]) | {"encoder_hidden_states": states}, None
     if "position_ids" in takes and "decoder_input_ids" not in takes:
         late = torch.arange(LATE, LATE + short).expand(BATCH, -1)
         yield "late positions", give(ids[:, :short]) | {"position_ids": late}, None
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def _draw_ids(config: Mapping[str, Any], length: int) -> Tensor:
     special = {n for name, n in config.items() if name.endswith("token_id")}
     rows = config.get("vocab_size") or 100
     usual = torch.tensor([n for n in range(min(rows, 1000)) if n not in special])
-    generator = torch.Generator().manual_seed(0)
-    return usual[torch.randint(len(usual), (BATCH, length), generator=generator)]
+    return usual[torch.randint(len(usual), (BATCH, length), generator=_generator())]
 
 
 # ---- tensors ------------------------------------------------------------------------------------

@@ -170,12 +170,21 @@ def build_skeleton(
 
 
 def _in_double(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config whose parts, which models build by their own dtype, are in float64."""
-    parts = {
-        n: _in_double(part) if isinstance(part, Mapping) else part for n, part in config.items()
-    }
+    """Return a config whose parts, which models build by their own dtype, are in float64.
+
+    transformers writes infinity as a JSON object.
+    """
+    parts = {name: _in_double_part(part) for name, part in config.items()}
     stated = {n: "float64" for n in ("dtype", "torch_dtype") if config.get(n) is not None}
     return parts | stated
+
+
+def _in_double_part(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_in_double_part(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return float(value["__float__"]) if "__float__" in value else _in_double(value)
 
 
 def _build(transformers: Any, kind: Any, config: Any) -> Any:

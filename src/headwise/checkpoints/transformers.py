@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -349,8 +351,11 @@ def _model_class(transformers: Any, config: Any, *, trusted: bool) -> Any:
     if trusted and auto_map:
         names = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
         return getattr(transformers, next((n for n in names if n in auto_map), "AutoModel"))
+    modeling = type(config).__module__.replace(".configuration_", ".modeling_")
     for name in config.architectures or ():
         kind = getattr(transformers, name, None)
+        if kind is None and find_spec(modeling) is not None:  # not all are exported
+            kind = getattr(import_module(modeling), name, None)
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
             return kind
     # BERT has a causal class too, but its files hold no weights of the causal head.
