@@ -19,7 +19,7 @@ from headwise.checkpoints.attention import (
     attention_from_state,
     find_shared_tables,
 )
-from headwise.checkpoints.config import Config, layout_in_layer
+from headwise.checkpoints.config import Config, layout_in_layer, resolve
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.proof import (
     Probe,
@@ -31,7 +31,7 @@ from headwise.checkpoints.proof import (
 from headwise.checkpoints.skeleton import NotRunError
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import HeadwiseError, MissingExtraError, OptionError
-from headwise.function.spec import ABSENT
+from headwise.function.spec import ABSENT, FROM_CONFIG
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
@@ -45,6 +45,7 @@ ROUNDED = (
 )
 # What classes decide for each layer in code, where their config alone does not say it.
 NO_ROTATION, NO_WINDOW, WINDOW, TWO_SIDED = "no rotation", "no window", "a window", "two-sided"
+_MAY_LACK = ("rotary", "score_bias", "qk_norm", "clip")  # parts that a layer may lack
 _WINDOWS: tuple[tuple[str, ...], ...] = ((), (NO_WINDOW,), (WINDOW,), (TWO_SIDED,))
 VARIANTS = (*_WINDOWS, *((NO_ROTATION, *words) for words in _WINDOWS))
 
@@ -175,7 +176,11 @@ class Reading:
             given["window"] = (size - 1, None)
         elif TWO_SIDED in self.variant and (size := config_json.window_size(config)):
             given["window"] = (size // 2, size // 2)
-        if described.function.rotary and "rotary" not in options:
+        if self.config is None:  # a field that nothing states: the proof tells if it is absent
+            function = replace(described.function, window=ABSENT)
+            stated = vars(resolve(function, config, layer=module.layer))
+            given |= {n: None for n in _MAY_LACK if stated[n] is FROM_CONFIG}
+        if described.function.rotary and "rotary" not in {*options, *given}:
             _check_stated_rotation(module, self.opened.source, described, config)
         if getattr(described.function.score_bias, "before_scale", False):
             warnings.warn(f"{module.prefix}{ROUNDED}", stacklevel=4)

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.checkpoints.skeleton import ClassCall, NotRunError, Skeleton, build_skeleton
+from headwise.checkpoints.skeleton import (
+    ClassCall,
+    NotRunError,
+    Skeleton,
+    TwoSourcesError,
+    build_skeleton,
+)
 from headwise.function.rotary import Rotary
 from headwise.function.rounding import allow_two_runs, default_tolerance, relative_difference_norm
 from headwise.layers.attention import Attention
@@ -26,6 +32,8 @@ from headwise.masks.mask import Mask
 BATCH, SHORT, LONG, SOURCE, LATE, PADDING = 2, 24, 64, 19, 7, 5
 # Settings that act far out, with the numbers that they have in a copy of the config.
 FAR = re.compile(r"window|chunk|local_attention|original_max_position|floor_scale")
+# Arguments by which a model gives a part of itself what is added to queries and keys.
+PLACES = re.compile(r"position_embeddings$|object_queries|reference_points")
 NEAR, NEAR_ORIGINAL = 6, 32
 STEPS = 4  # units in the last place of float32, by which a power of theta may differ
 Run = Callable[[Attention, Tensor], Tensor]
@@ -225,6 +233,8 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool = False) -> list[Probe]:
                 break  # it runs on token ids
             try:
                 call = skeleton.call(owner, inputs)
+            except TwoSourcesError:
+                raise
             except NotRunError as error:
                 failures += [] if "encoder_hidden_states" in inputs else [error]
                 continue
@@ -241,9 +251,12 @@ Inputs = tuple[str, dict[str, Any], Tensor | None]
 
 
 def _list_inputs(owner: Any) -> Iterator[Inputs]:
-    takes = list(inspect.signature(owner.forward).parameters)
-    config = owner.config.to_dict()
-    forms = [name for name in ("input_ids", "inputs_embeds") if name in takes]
+    parameters = inspect.signature(owner.forward).parameters
+    takes, config = list(parameters), owner.config.to_dict()
+    if any(PLACES.search(name) for name in takes):
+        return
+    is_picture = "pixel_values" in takes and parameters["pixel_values"].default is inspect._empty
+    forms = [] if is_picture else [name for name in ("input_ids", "inputs_embeds") if name in takes]
     for form in forms:
         yield from _list_texts(config, takes, form)
     if forms:
@@ -307,9 +320,9 @@ def _generator() -> torch.Generator:
 
 
 def _draw_ids(config: Mapping[str, Any], length: int) -> Tensor:
-    special = {n for name, n in config.items() if name.endswith("token_id")}
+    special = {str(n) for name, n in config.items() if name.endswith("token_id")}
     rows = config.get("vocab_size") or 100
-    usual = torch.tensor([n for n in range(min(rows, 1000)) if n not in special])
+    usual = torch.tensor([n for n in range(min(rows, 1000)) if str(n) not in special])
     return usual[torch.randint(len(usual), (BATCH, length), generator=_generator())]
 
 

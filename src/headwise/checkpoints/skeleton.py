@@ -34,6 +34,10 @@ class NotRunError(Exception):
     """Raised for a class that could not be built or run here; its text is the reason."""
 
 
+class TwoSourcesError(NotRunError):
+    """Raised for keys and values of two inputs, which no layer has: DETR adds places to one."""
+
+
 class _ReachedError(Exception):
     """Raised when the attention has its output, so that nothing after it runs."""
 
@@ -61,7 +65,7 @@ class Skeleton:
 
     Attributes:
         model: the model, in eval mode.
-        owners: the models around the attention, the smallest first.
+        owners: the models around the attention, the largest first.
         projections: role -> module that projects queries, keys, values or outputs.
         attention: the smallest module that holds all of them.
     """
@@ -74,7 +78,7 @@ class Skeleton:
     @property
     def config(self) -> dict[str, Any]:
         """The config of the smallest model, with the defaults of its class."""
-        return dict(self.owners[0].config.to_dict())
+        return dict(self.owners[-1].config.to_dict())
 
     @torch.no_grad()
     def call(self, owner: Any, inputs: Mapping[str, Any]) -> ClassCall:
@@ -114,6 +118,9 @@ class Skeleton:
             kind = type(self.attention).__name__
             raise NotRunError(f"{kind} does not project (batch, tokens, width) by its modules")
         x, source = reached["q"][0], reached["k"][0]
+        if reached["v"][0].shape != source.shape or not torch.equal(reached["v"][0], source):
+            kind = type(self.attention).__name__
+            raise TwoSourcesError(f"{kind} projects keys and values from two inputs")
         stages = {role: reached[role][1] for role in "qkv" if self._is_alone(role)}
         stages |= {"head outputs": reached["o"][0], "output": reached["o"][1]}
         is_same = source.shape == x.shape and torch.equal(source, x)
@@ -253,9 +260,9 @@ def _common_path(paths: list[str]) -> str:
 
 
 def _find_owners(model: nn.Module, path: str, transformers: Any) -> list[nn.Module]:
-    """Return the models of transformers around a module, the smallest first."""
+    """Return the models of transformers around a module, the largest first."""
     parts = path.split(".") if path else []
-    around = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+    around = [".".join(parts[:length]) for length in range(len(parts) + 1)]
     modules = [model.get_submodule(name) for name in around]
     return [m for m in modules if isinstance(m, transformers.PreTrainedModel)]
 
