@@ -213,7 +213,7 @@ def test_blocks_that_would_cost_much_are_passed_by(
     monkeypatch.setattr(skeleton, "COSTLY", 0)
     monkeypatch.setattr(skeleton, "_pass_on", lambda x, *_, **__: called.append("") or x)
     assert load_attention(path, layer=2).proof.startswith("proved")
-    assert len(called) == 2 * 5  # two blocks before it, on five probes
+    assert len(called) == 2 * 3  # two blocks before it, on three probes, as of a large layer
 
 
 def test_nothing_is_left_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,18 +304,22 @@ class LoadTrial:
         if not config.get("model_type"):
             raise NotRunError("no config.json names a model_type")
         state = StirredTensors(source)
-        probes, skeleton = record_probes(config, reading.tensors(state), reading.roles, options)
+        probes, kind = record_probes(config, reading.tensors(state), reading.roles, options)
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
-        return cls(probes, state, type(skeleton.attention).__name__, usual, {})
+        return cls(probes, state, kind, usual, {})
 
     def prove(self, reading: Reading) -> Proof | None:
         """Return the proof of a reading; None where it gives other numbers, or makes no layer."""
+        built: Config | None = None
+        layer: Attention | None = None
         for number, probe in enumerate(self.probes):
-            config = reading.config_of(probe, self.options)
             try:
-                layer = reading.layer(
-                    self.state, config=config, dtype=torch.float64, **self.options
-                )
+                if probe.config is not built:
+                    layer = None  # before another takes as much memory
+                    built, config = probe.config, reading.config_of(probe, self.options)
+                    options = {"dtype": torch.float64, **self.options}
+                    layer = reading.layer(self.state, config=config, **options)
+                assert layer is not None
                 parted = probe.find_parted_stage(layer)
             except HeadwiseError as error:
                 self.outcomes[reading.name] = number, error.saw

@@ -32,6 +32,8 @@ from headwise.masks.mask import Mask
 BATCH, SHORT, LONG, SOURCE, LATE, PADDING = 2, 24, 64, 19, 7, 5
 # Settings that act far out, with the numbers that they have in a copy of the config.
 FAR = re.compile(r"window|chunk|local_attention|original_max_position|floor_scale")
+# A layer of hidden size 8,192 takes seconds for each hundred tokens.
+LONGEST_OF_LARGE, LEFT_OUT = 40, ("a short text", "padding on the right")
 # Arguments by which a model gives a part of itself what is added to queries and keys.
 PLACES = re.compile(r"position_embeddings$|object_queries|reference_points")
 NEAR, NEAR_ORIGINAL = 6, 32
@@ -89,8 +91,12 @@ class Probe:
         The layer gets the mask of the class, which hides later keys or not, and padding or not:
         some classes do not hide it, and some are causal only beside padding.
         """
-        parted = [self._find_parted_stage(layer, mask) for mask in self._list_masks()]
-        return None if None in parted else parted[0]
+        first: str | None = None
+        for mask in self._list_masks():
+            if (parted := self._find_parted_stage(layer, mask)) is None:
+                return None
+            first = first or parted
+        return first
 
     def _list_masks(self) -> Iterator[Mask]:
         x, source = self.call.x, self.call.source
@@ -207,28 +213,30 @@ def record_probes(
     tensors: Mapping[str, Tensor],
     roles: Mapping[str, str],
     given: Collection[str],
-) -> tuple[list[Probe], Skeleton]:
-    """Run the class of a config on all probes; see `build_skeleton`, `shrink_far_settings`.
+) -> tuple[list[Probe], str]:
+    """Run the class of a config on all probes; return them with the name of the class.
+
+    See `build_skeleton` and `shrink_far_settings`.
 
     Raises:
         NotRunError: the class cannot be built here, or runs on no probe.
     """
-    skeleton = build_skeleton(config, tensors, roles)
-    probes = _record_probes(skeleton)
-    near = shrink_far_settings(config, given)
-    if near != dict(config):
-        other = build_skeleton(near, tensors, roles)
-        probes += _record_probes(other, is_near=True)
-    return probes, skeleton
+    near, probes = shrink_far_settings(config, given), list[Probe]()
+    for is_near, values in ((False, config), (True, near)):
+        if not is_near or near != dict(config):
+            skeleton = build_skeleton(values, tensors, roles)
+            probes += _record_probes(skeleton, is_near=is_near)
+    return probes, type(skeleton.attention).__name__
 
 
 def _record_probes(skeleton: Skeleton, *, is_near: bool = False) -> list[Probe]:
     suffix = ", with far settings near" if is_near else ""
     reasons: list[NotRunError] = []
+    config = skeleton.config
     for owner in skeleton.owners:
         probes: list[Probe] = []
         failures: list[NotRunError] = []
-        for name, inputs, real in _list_inputs(owner):
+        for name, inputs, real in _list_inputs(owner, is_large=skeleton.is_large):
             if "inputs_embeds" in inputs and probes and not failures:
                 break  # it runs on token ids
             try:
@@ -238,7 +246,7 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool = False) -> list[Probe]:
             except NotRunError as error:
                 failures += [] if "encoder_hidden_states" in inputs else [error]
                 continue
-            probe = Probe(f"{name}{suffix}", skeleton.config, call, real, is_near)
+            probe = Probe(f"{name}{suffix}", config, call, real, is_near)
             probes.append(probe)
         if probes:
             return probes
@@ -250,7 +258,7 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool = False) -> list[Probe]:
 Inputs = tuple[str, dict[str, Any], Tensor | None]
 
 
-def _list_inputs(owner: Any) -> Iterator[Inputs]:
+def _list_inputs(owner: Any, *, is_large: bool) -> Iterator[Inputs]:
     parameters = inspect.signature(owner.forward).parameters
     takes, config = list(parameters), owner.config.to_dict()
     if any(PLACES.search(name) for name in takes):
@@ -258,7 +266,8 @@ def _list_inputs(owner: Any) -> Iterator[Inputs]:
     is_picture = "pixel_values" in takes and parameters["pixel_values"].default is inspect._empty
     forms = [] if is_picture else [name for name in ("input_ids", "inputs_embeds") if name in takes]
     for form in forms:
-        yield from _list_texts(config, takes, form)
+        texts = _list_texts(config, takes, form, longest=LONGEST_OF_LARGE if is_large else LONG)
+        yield from (each for each in texts if not is_large or each[0] not in LEFT_OUT)
     if forms:
         return
     generator = torch.Generator().manual_seed(0)
@@ -279,9 +288,11 @@ def _list_inputs(owner: Any) -> Iterator[Inputs]:
             yield "frames", {name: draw(frames, bins)}, None
 
 
-def _list_texts(config: Mapping[str, Any], takes: list[str], form: str) -> Iterator[Inputs]:
-    most = config.get("max_position_embeddings") or config.get("n_positions") or LONG
-    long = min(LONG, most - LATE if most > 2 * LATE else most)
+def _list_texts(
+    config: Mapping[str, Any], takes: list[str], form: str, *, longest: int
+) -> Iterator[Inputs]:
+    most = config.get("max_position_embeddings") or config.get("n_positions") or longest
+    long = min(longest, most - LATE if most > 2 * LATE else most)
     short = min(SHORT, long)
     ids = _draw_ids(config, long)
 

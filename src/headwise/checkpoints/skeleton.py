@@ -27,7 +27,7 @@ from headwise.errors import OptionError
 from headwise.support.lazy import require_package
 from headwise.support.wide import default_float64, in_float64
 
-COSTLY = 2**26  # parameters of the blocks before the attention, beyond which they are not run
+COSTLY = 2**26  # parameters beyond which an attention, and the blocks before it, cost seconds
 
 
 class NotRunError(Exception):
@@ -79,6 +79,11 @@ class Skeleton:
     def config(self) -> dict[str, Any]:
         """The config of the smallest model, with the defaults of its class."""
         return dict(self.owners[-1].config.to_dict())
+
+    @property
+    def is_large(self) -> bool:
+        """True if a run of the attention takes long."""
+        return sum(p.numel() for p in self.attention.parameters()) > COSTLY
 
     @torch.no_grad()
     def call(self, owner: Any, inputs: Mapping[str, Any]) -> ClassCall:
