@@ -51,9 +51,9 @@ class LazyMask(Tensor):
     smallest number.
 
     The tensor has no memory while a model only passes it to its layers. The first operator that
-    reads or changes the tensor makes it dense, once. The dense tensor is the mask from then on, so
-    edits and slices in a model's code work as with a plain tensor. A move to another device keeps
-    the mask lazy.
+    reads or changes the tensor makes it dense, once. A dense tensor that was changed is the mask
+    from then on, so edits and slices in a model's code work as with a plain tensor. A move to
+    another device keeps the mask lazy.
 
     Adding the bool form to floating-point scores raises an error, because such a model computes
     attention in its own code.
@@ -94,6 +94,17 @@ class LazyMask(Tensor):
                 zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
                 self.written = zeros.masked_fill_(~allowed, torch.finfo(self.dtype).min)
         return self.written
+
+    def is_edited(self) -> bool:
+        """True if the model's code changed the dense tensor, or may have changed it."""
+        if self.written is None:
+            return False
+        if self.written.is_meta or not _can_read_values(self.written):
+            return True
+        sizes = dict(zip(MATRIX_AXES, self.shape, strict=True))
+        del sizes["heads"]
+        unedited = LazyMask(self.mask, **sizes, device=self.device, dtype=self.dtype)
+        return not torch.equal(unedited.materialise(), self.written)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         batch, _, queries, keys = self.shape
