@@ -220,11 +220,11 @@ def test_what_cannot_be_honoured_is_refused(name: str) -> None:
 REFUSED_CHOICES = [
     ("indices", torch.zeros(1), True, r"a torch.float32 tensor of shape \(1,\)"),
     ("indices", torch.zeros(BATCH, QUERIES - 1, 4).long(), True, r"queries 24, K\)"),
-    ("indices", torch.zeros(BATCH, QUERIES, 4), True, "integers of shape"),
-    ("indices", torch.zeros(BATCH, QUERIES, 4).bool(), True, "integers of shape"),
+    ("indices", torch.zeros(BATCH, QUERIES, 4), True, "integers"),
+    ("indices", torch.zeros(BATCH, QUERIES, 4).bool(), True, "integers"),
     ("block_indices", torch.zeros(BATCH, QUERIES, 4).int(), True, "a divisor of 6 heads"),
     ("block_indices", torch.zeros(BATCH, 4, QUERIES, 2).int(), True, "a divisor of 6 heads"),
-    ("block_indices", torch.zeros(BATCH, 2, QUERIES, 2).int(), False, "no `indexer.block_size`"),
+    ("block_indices", torch.zeros(BATCH, 2, QUERIES, 2).int(), False, "block_size, which is None"),
 ]
 
 

@@ -245,7 +245,7 @@ def test_a_function_is_there_in_the_backward_pass_of_a_mask_that_is_gone() -> No
 def test_chosen_keys_are_the_numbers_that_are_named() -> None:
     """Twice named is once chosen, and -1 names nothing."""
     indices = torch.tensor([[[[3, 0, 3], [-1, 1, -1], [-1, -1, -1]]]])
-    mask = Mask((Chosen.from_indices(indices, heads=1, keys=4),))
+    mask = Mask((Chosen.from_indices(indices, heads=1, keys=4, size=1),))
     assert mask.draw() == "1 0 0 1\n0 1 0 0\n0 0 0 0"
     assert str(mask) == "chosen(1, 1, 3, 4)"
 

@@ -136,22 +136,20 @@ def _read_chosen_keys(
     """
     batch, heads, queries, _ = query.shape
     clauses = []
-    for name in ("indices", "block_indices"):
+    block_size = getattr(getattr(module, "indexer", None), "block_size", None)
+    for name, size in (("indices", 1), ("block_indices", block_size)):
         if (indices := options.get(name)) is None:
             continue
-        is_by_block = name == "block_indices"
-        size = getattr(getattr(module, "indexer", None), "block_size", None) if is_by_block else 1
-        if size is None:
-            what = "blocks of keys, and no `indexer.block_size` in the layer"
-            _raise_unsupported(name, what, module)
-        grouped = indices if is_by_block else indices[:, None]
+        is_by_key = name == "indices"
+        grouped = indices[:, None] if is_by_key else indices
         is_integer = not (grouped.is_floating_point() or grouped.dtype == torch.bool)
         sizes = grouped.shape[:3:2] if grouped.dim() == 4 else ()
-        if not is_integer or sizes != (batch, queries) or heads % grouped.shape[1]:
-            groups = f"a divisor of {heads} heads, " if is_by_block else ""
+        if size is None or not is_integer or sizes != (batch, queries) or heads % grouped.shape[1]:
+            between = "" if is_by_key else f"a divisor of {heads} heads, "
+            beside = "" if is_by_key else f", and indexer.block_size, which is {size}"
             raise OptionError(
                 saw=f"{name} from {type(module).__name__}: {describe_value(indices)}",
-                needed=f"integers of shape (batch {batch}, {groups}queries {queries}, K)",
+                needed=f"integers (batch {batch}, {between}queries {queries}, K){beside}",
                 do="pass the numbers that each query chose, -1 for a place without a choice",
             )
         clauses.append(Chosen.from_indices(grouped, heads=heads, keys=key.shape[2], size=size))

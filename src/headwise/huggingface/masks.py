@@ -84,27 +84,25 @@ class LazyMask(Tensor):
     def materialise(self) -> Tensor:
         """Return the dense tensor, which takes queries x keys memory."""
         if self.written is None:
-            sizes = dict(zip(MATRIX_AXES, self.shape, strict=True))
-            bound = self.mask.bind(**sizes, device=self.device)
-            rows = torch.arange(sizes["queries"], device=self.device)
-            allowed = bound.evaluate_rows(rows).expand(self.shape)
-            if self.dtype == torch.bool:
-                self.written = allowed.contiguous()
-            else:  # numbers that are added to scores
-                zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-                self.written = zeros.masked_fill_(~allowed, torch.finfo(self.dtype).min)
+            self.written = self._evaluate()
         return self.written
 
     def is_edited(self) -> bool:
         """True if the model's code changed the dense tensor, or may have changed it."""
         if self.written is None:
             return False
-        if self.written.is_meta or not _can_read_values(self.written):
-            return True
+        can_compare = not self.is_meta and _can_read_values(self.written)
+        return not can_compare or not torch.equal(self._evaluate(), self.written)
+
+    def _evaluate(self) -> Tensor:
         sizes = dict(zip(MATRIX_AXES, self.shape, strict=True))
-        del sizes["heads"]
-        unedited = LazyMask(self.mask, **sizes, device=self.device, dtype=self.dtype)
-        return not torch.equal(unedited.materialise(), self.written)
+        bound = self.mask.bind(**sizes, device=self.device)
+        rows = torch.arange(sizes["queries"], device=self.device)
+        allowed = bound.evaluate_rows(rows).expand(self.shape)
+        if self.dtype == torch.bool:
+            return allowed.contiguous()
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(~allowed, torch.finfo(self.dtype).min)  # is added to scores
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         batch, _, queries, keys = self.shape

@@ -14,18 +14,8 @@ from headwise.masks.clauses.segments import PackedRow, Segments
 
 # A new kind is added here.
 KINDS: dict[str, type[Clause]] = {
-    clause.kind: clause
-    for clause in (
-        Band,
-        Lengths,
-        Starts,
-        Segments,
-        PackedRow,
-        Dense,
-        Chosen,
-        Prefix,
-        PredicateClause,
-    )
+    c.kind: c
+    for c in (Band, Lengths, Starts, Segments, PackedRow, Dense, Chosen, Prefix, PredicateClause)
 }
 
 

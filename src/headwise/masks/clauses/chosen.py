@@ -32,12 +32,7 @@ class Chosen(Clause):
 
     @classmethod
     def from_indices(
-        cls,
-        indices: Integer[Tensor, "batch groups queries chosen"],
-        *,
-        heads: int,
-        keys: int,
-        size: int = 1,
+        cls, indices: Integer[Tensor, "batch groups queries K"], *, heads: int, keys: int, size: int
     ) -> Chosen:
         """Return the clause of the blocks with these numbers; a negative number chooses none."""
         blocks = -(-keys // size)
@@ -53,11 +48,12 @@ class Chosen(Clause):
         return self
 
     def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
-        groups, columns = self._groups(block.heads, sizes), self._blocks(block.columns, sizes)
-        return clause.index_axes(self.allowed, block.batches, groups, block.rows, columns)
+        groups = self._divide(block.heads, sizes.heads, self.share)
+        blocks = self._divide(block.columns, sizes.keys, self.size, self.first)
+        return clause.index_axes(self.allowed, block.batches, groups, block.rows, blocks)
 
     def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
-        groups = self._groups(clause.WHOLE, sizes)
+        groups = self._divide(clause.WHOLE, sizes.heads, self.share)
         allowed = clause.index_axes(self.allowed, clause.WHOLE, groups)
         return clause.read_pairs(allowed, rows, (columns + self.first) // self.size)
 
@@ -81,15 +77,9 @@ class Chosen(Clause):
         batch, groups, queries, blocks = self.allowed.shape
         return MatrixSizes(batch, groups * self.share, queries, blocks * self.size - self.first)
 
-    def _groups(self, heads: Index, sizes: MatrixSizes) -> Index:
-        numbers = clause.positions_of_index(heads, sizes.heads, self.allowed.device)
-        return heads if self.share == 1 else numbers // self.share
-
-    def _blocks(self, columns: slice, sizes: MatrixSizes) -> Index:
-        if self.size == 1:
-            return columns
-        keys = clause.positions_of_index(columns, sizes.keys, self.allowed.device)
-        return (keys + self.first) // self.size
+    def _divide(self, index: Index, length: int, size: int, first: int = 0) -> Index:
+        positions = clause.positions_of_index(index, length, self.allowed.device)
+        return index if size == 1 else (positions + first) // size
 
     def __str__(self) -> str:
         blocks = "" if self.size == 1 else f" in blocks of {self.size}"
