@@ -252,6 +252,27 @@ def test_with_a_cache(name: str) -> None:
     made.assert_holds(torch.cat([call.matrix.dense().flatten() for call in calls]))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_with_a_static_cache(name: str) -> None:
+    """The free places of the cache are no tokens, whatever the class chooses among them."""
+    x, steps = tokens(), [(0, 14), (14, 15), (15, LENGTH)]
+    model, states = build(name), []
+    calls: list[CapturedCall] = []
+
+    def run() -> None:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 7)
+        outputs = [model(inputs_embeds=x[:, a:b], past_key_values=cache) for a, b in steps]
+        states.append(torch.cat([output.last_hidden_state for output in outputs], 1))
+
+    with torch.no_grad():
+        run()
+        with record_attention(model, on_complete=calls.append):
+            run()
+    torch.testing.assert_close(*states, rtol=0, atol=1e-5)
+    assert not any(call.is_cross for call in calls)
+    assert [int(call.real_keys[0].sum()) for call in calls] == [14, 14, 15, 15, LENGTH, LENGTH]
+
+
 def test_generated_tokens_are_scanned() -> None:
     prefix, options = MODELS["deepseek_v32"]
     torch.manual_seed(0)
