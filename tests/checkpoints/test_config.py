@@ -10,6 +10,7 @@ import transformers
 from headwise.checkpoints import config as configs
 from headwise.checkpoints.config import (
     ConfigFields,
+    layer_attends,
     layer_rotates,
     layout_name,
     read_config,
@@ -138,6 +139,24 @@ def test_each_layer_rotates_as_its_kind_does() -> None:
 )
 def test_some_models_rotate_in_some_layers(said: dict[str, Any], layers: list[bool | None]) -> None:
     assert [layer_rotates(said, layer) for layer in range(2)] == layers
+
+
+def test_layers_of_a_hybrid_attend_by_their_kind() -> None:
+    kinds = {
+        "full_attention": True,
+        "chunked_attention": True,
+        "indexed_attention": True,
+        "minimax_m3_sparse": True,
+        "hybrid": True,
+        "hybrid_sliding": True,
+        "linear_attention": False,
+        "hybrid_linear": False,
+        "mamba": False,
+        "conv": False,
+    }
+    said = {"layer_types": list(kinds)}
+    assert [layer_attends(said, layer) for layer in range(len(kinds))] == list(kinds.values())
+    assert layer_attends(said, len(kinds))  # beyond what the list reaches
 
 
 def test_a_folder_without_a_config_says_nothing(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from headwise.masks.clauses.dense import Dense
 from headwise.masks.mask import Mask
 from headwise.matrix.operator import AttentionMatrix
 from tests.honest import normal, ordinary
+from tests.huggingface.models import watched
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 3, 6, 2, 24, 29
 # In float64 the reference would be its own judge.
@@ -215,6 +216,31 @@ def test_what_cannot_be_honoured_is_refused(name: str) -> None:
     attend(Layer(), q, k, v, None, **{name: None})
 
 
+# keyword, value, whether its layer has blocks -> what the error says
+REFUSED_CHOICES = [
+    ("indices", torch.zeros(1), True, r"a torch.float32 tensor of shape \(1,\)"),
+    ("indices", torch.zeros(BATCH, QUERIES - 1, 4).long(), True, r"queries 24, K\)"),
+    ("indices", torch.zeros(BATCH, QUERIES, 4), True, "integers"),
+    ("indices", torch.zeros(BATCH, QUERIES, 4).bool(), True, "integers"),
+    ("block_indices", torch.zeros(BATCH, QUERIES, 4).int(), True, "a divisor of 6 heads"),
+    ("block_indices", torch.zeros(BATCH, 4, QUERIES, 2).int(), True, "a divisor of 6 heads"),
+    ("block_indices", torch.zeros(BATCH, 2, QUERIES, 2).int(), False, "block_size, which is None"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "has_blocks", "words"), REFUSED_CHOICES)
+def test_a_choice_of_other_sizes_is_refused(
+    name: str, value: Tensor, has_blocks: bool, words: str
+) -> None:
+    q, k, v = ordinary(torch.float32)
+    layer = Layer()
+    if has_blocks:
+        layer.indexer = nn.Module()
+        layer.indexer.block_size = 4  # type: ignore[assignment]
+    with pytest.raises(OptionError, match=words):
+        attend(layer, q, k, v, None, **{name: value})
+
+
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_masks_that_are_none_are_refused() -> None:
     q, k, v = ordinary(torch.float32)
@@ -241,7 +267,12 @@ def test_a_lazy_mask_is_read_lazily() -> None:
     assert lazy.written is None
     Budget.for_head_outputs(q, k, v, mask=mask).assert_holds(out.transpose(1, 2))
     budget = Budget.for_head_outputs(q, k, v, mask=Mask.from_sdpa(lazy.materialise()))
-    budget.assert_holds(attend(Layer(), q, k, v, lazy)[0].transpose(1, 2))
+    with watched() as seen:
+        budget.assert_holds(attend(Layer(), q, k, v, lazy)[0].transpose(1, 2))
+        lazy[:, :, 0] = True
+        attend(Layer(), q, k, v, lazy)
+    # A tensor that was only read still says what its mask says.
+    assert [str(matrix.mask) for matrix in seen] == [str(mask), f"may_attend{tuple(lazy.shape)}"]
 
 
 # ---- float masks, which hide by the lowest number ----------------------------------------------

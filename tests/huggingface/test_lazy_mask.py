@@ -85,6 +85,16 @@ def test_what_changes_it_changes_its_meaning() -> None:
     assert repr(mask) == "LazyMask(batch=3, queries=24, keys=29, written)"
 
 
+@pytest.mark.parametrize("name", READ)
+def test_what_only_reads_it_edits_nothing(name: str) -> None:
+    mask = lazy()
+    READ[name](mask)
+    assert not mask.is_edited()
+    mask[2, 0, 3, 4] = not bool(mask[2, 0, 3, 4])
+    assert mask.is_edited()
+    assert mask.to("meta").is_edited()  # without values, it may be
+
+
 def test_moved_it_stays_lazy() -> None:
     mask = lazy()
     moved = mask.to("meta", non_blocking=True)

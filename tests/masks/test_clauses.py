@@ -14,6 +14,7 @@ from headwise import AttentionMatrix
 from headwise.errors import HeadwiseError, MaskError
 from headwise.masks.clause import MatrixPart, MatrixSizes, Span
 from headwise.masks.clauses import lower_clauses, rebuild_clauses
+from headwise.masks.clauses.chosen import Chosen
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias, cut_score_bias_to_part
 from headwise.testing import Budget
@@ -236,3 +237,85 @@ def test_a_function_is_there_in_the_backward_pass_of_a_mask_that_is_gone() -> No
         strict=True,
     ):
         assert torch.equal(gradient, own)
+
+
+# ---- chosen keys -------------------------------------------------------------------------------
+
+
+def test_chosen_keys_are_the_numbers_that_are_named() -> None:
+    """Twice named is once chosen, and -1 names nothing."""
+    indices = torch.tensor([[[[3, 0, 3], [-1, 1, -1], [-1, -1, -1]]]])
+    mask = Mask((Chosen.from_indices(indices, heads=1, keys=4, size=1),))
+    assert mask.draw() == "1 0 0 1\n0 1 0 0\n0 0 0 0"
+    assert str(mask) == "chosen(1, 1, 3, 4)"
+
+
+def test_chosen_blocks_are_their_keys() -> None:
+    """Each group of heads chooses its own; the last block is cut at the last key."""
+    indices = torch.tensor([[[[1]], [[2]]]], dtype=torch.int32)
+    mask = Mask((Chosen.from_indices(indices, heads=4, keys=8, size=3),))
+    drawn = [mask.draw(keys=8, head=head) for head in range(4)]
+    assert drawn == ["0 0 0 1 1 1 0 0"] * 2 + ["0 0 0 0 0 0 1 1"] * 2
+    assert str(mask) == "chosen(1, 2, 1, 3) in blocks of 3"
+
+
+def chosen(size: int, groups: int) -> tuple[Mask, Tensor]:
+    """A choice of blocks, and the same written down by its definition."""
+    generator = torch.Generator().manual_seed(5)
+    blocks = -(-SHAPE[3] // size)
+    indices = torch.randint(-1, blocks, (SHAPE[0], groups, SHAPE[2], 4), generator=generator)
+    expected = brute(
+        lambda b, h, i, j: j // size in indices[b, h * groups // SHAPE[1], i].tolist(), SHAPE
+    )
+    return Mask((Chosen.from_indices(indices, heads=SHAPE[1], keys=SHAPE[3], size=size),)), expected
+
+
+@pytest.mark.parametrize(("size", "groups"), [(1, 1), (4, 1), (4, 2), (1, 2), (4, 6), (40, 2)])
+def test_a_choice_in_every_reading(size: int, groups: int) -> None:
+    mask, expected = chosen(size, groups)
+    bound = bind(mask, SHAPE)
+    assert torch.equal(allowed(mask, SHAPE), expected)
+    rows, columns = torch.tensor([0, 7, 23, 11]), torch.tensor([28, 3, 14, 0])
+    pairs = bound.evaluate_pairs(rows, columns).expand(*SHAPE[:2], 4)
+    assert torch.equal(pairs, expected[:, :, rows, columns])
+    block = bound.evaluate_block(slice(1, 3), slice(1, 5), torch.tensor([9, 2]), slice(5, 18))
+    assert block is not None
+    assert torch.equal(block.expand(2, 4, 2, 13), expected[1:3, 1:5, [9, 2], 5:18])
+    heads = torch.tensor([4, 1, 0])
+    few = SHAPE[0], 3, *SHAPE[2:]
+    assert torch.equal(allowed(mask.of_heads(heads), few), expected[:, heads])
+    place = MatrixPart(Span(1, 3), Span(4, 9), Span(6, 27))
+    part = bound.cut_to_part(place)
+    again = part.cut_to_part(MatrixPart(Span(1, 2), Span(1, 4), Span(3, 14)))
+    wholes = ((part, expected[1:3, :, 4:9, 6:27]), (again, expected[2:3, :, 5:8, 9:20]))
+    for made, wanted in wholes:
+        rows = torch.arange(wanted.shape[2])
+        assert torch.equal(made.evaluate_rows(rows).expand(wanted.shape), wanted)
+    lowered = rebuild_clauses(*lower_clauses(part.clauses))
+    assert [(c.size, c.first) for c in lowered if isinstance(c, Chosen)] == [(size, 6 % size)]
+    widths = bound.clauses[0].broadcast_shape(bound.sizes)
+    assert widths == (SHAPE[0], 1 if groups == 1 else SHAPE[1], *SHAPE[2:])
+    # A key that no query chose is no padding.
+    assert bool(bound.real_keys().all())
+
+
+@pytest.mark.parametrize(("size", "groups"), [(1, 1), (4, 2)])
+def test_kernels_read_a_choice(size: int, groups: int) -> None:
+    mask, written = chosen(size, groups)
+    q = torch.randn(SHAPE[0], SHAPE[1], SHAPE[2], 10, dtype=torch.float64)
+    k, v = (torch.randn(SHAPE[0], 2, SHAPE[3], width, dtype=torch.float64) for width in (10, 7))
+    causal = Mask.causal(align="bottom-right")
+    dense = Mask.may_attend(written, axes="batch heads queries keys")
+    ours, theirs = (AttentionMatrix(q, k, mask=m & causal) for m in (mask, dense))
+    torch.testing.assert_close(ours @ v, theirs @ v)
+    torch.testing.assert_close(ours.dense(), theirs.dense())
+    torch.testing.assert_close(ours.pool(5, 7), theirs.pool(5, 7))
+    torch.testing.assert_close(ours.rows(torch.tensor([3, 19])), theirs.rows(torch.tensor([3, 19])))
+
+
+def test_a_choice_of_other_sizes_is_refused() -> None:
+    mask, _ = chosen(4, 2)
+    with pytest.raises(MaskError, match="chosen keys"):
+        bind(mask, (*SHAPE[:3], SHAPE[3] + 9))
+    with pytest.raises(MaskError, match="chosen keys"):
+        bind(mask, (SHAPE[0], SHAPE[1], SHAPE[2] + 1, SHAPE[3]))

@@ -344,7 +344,8 @@ def rotary_section_of_layer(config: Config, layer: int) -> ConfigFields:
 def layer_attends(config: Config, layer: int) -> bool:
     """Return False if a config of a hybrid model says that a layer has no softmax attention."""
     kind = str(_layer_value(text_config(config), "layer_types", layer) or "full_attention")
-    return "attention" in kind and "linear" not in kind
+    named = ("hybrid", "hybrid_sliding", "minimax_m3_sparse")  # attend, and do not say so
+    return kind in named or ("attention" in kind and "linear" not in kind)
 
 
 def layer_rotates(config: Config, layer: int) -> bool | None:

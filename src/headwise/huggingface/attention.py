@@ -3,8 +3,10 @@
     scores = scaling * q.k, softcap, + position_bias (+ a float mask), mask;  output = weights @ v
 
 Supported keywords of a model are ``scaling``, ``softcap`` (Gemma 2), ``s_aux`` (the sinks of
-gpt-oss), ``position_bias`` (T5), ``is_causal``, ``dropout``, ``output_attentions``, and
-``cu_seq_lens_q``/``cu_seq_lens_k`` of sequences packed into one row. ``sliding_window`` is part of
+gpt-oss), ``position_bias`` (T5), ``is_causal``, ``dropout``, ``output_attentions``,
+``cu_seq_lens_q``/``cu_seq_lens_k`` of sequences packed into one row, and the keys that each query
+chose: ``indices`` (DeepSeek V3.2) or ``block_indices`` (MiniMax M3). A query may attend to the
+chosen keys that its mask allows. ``sliding_window`` is part of
 the model's mask, and applies by itself if there is no mask. The keywords of `UNSUPPORTED` raise an
 error. Other keywords do not affect attention and are ignored.
 """
@@ -19,11 +21,13 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.huggingface.masks import MEANING, LazyMask, file_has_no_sdpa
-from headwise.layers.hooks import call_hook
+from headwise.layers.hooks import call_hook, has_attention_hook
+from headwise.masks.clauses.chosen import Chosen
 from headwise.masks.clauses.segments import Segments
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias, cast_bias, split_additive_mask
 from headwise.matrix.operator import AttentionMatrix
+from headwise.support.text import describe_value
 from headwise.support.tracing import cast_like_autocast
 
 AXES = "batch heads queries keys"
@@ -31,8 +35,6 @@ AXES = "batch heads queries keys"
 # keyword -> the feature that an AttentionMatrix does not have
 UNSUPPORTED = {
     "cache": "continuous batching, which keeps keys and values in pages",
-    "indices": "chosen keys for each query (sparse attention)",
-    "block_indices": "chosen blocks of keys for each query (sparse attention)",
     "sinks": "a sink for each query",
     "head_mask": "factors on the weights of each head",
 }
@@ -99,8 +101,8 @@ def _read_mask_and_bias(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: object, options: dict[str, Any]
 ) -> tuple[Mask, ScoreBias]:
     mask, score_bias = Mask(), ScoreBias()
-    if isinstance(attention_mask, LazyMask) and attention_mask.written is not None:
-        attention_mask = attention_mask.written  # the model may have edited the dense tensor
+    if isinstance(attention_mask, LazyMask) and attention_mask.is_edited():
+        attention_mask = attention_mask.written
     if attention_mask is None:
         mask = _default_mask(module, query, options)
     elif isinstance(attention_mask, LazyMask):
@@ -121,7 +123,37 @@ def _read_mask_and_bias(
         mask &= Mask.packed(options["cu_seq_lens_q"], options.get("cu_seq_lens_k"))
     if (bias := options.get("position_bias")) is not None:
         score_bias += ScoreBias.dense(_add_leading_axes(_narrow_float64(bias, query)), axes=AXES)
-    return mask, score_bias
+    return mask & _read_chosen_keys(module, query, key, options), score_bias
+
+
+def _read_chosen_keys(
+    module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]
+) -> Mask:
+    """Return the mask of the keys that each query chose, which hides nothing without a choice.
+
+    ``indices`` (batch, queries, K) are numbers of keys; ``block_indices`` (batch, groups of heads,
+    queries, K) are numbers of blocks of ``module.indexer.block_size`` keys.
+    """
+    batch, heads, queries, _ = query.shape
+    clauses = []
+    block_size = getattr(getattr(module, "indexer", None), "block_size", None)
+    for name, size in (("indices", 1), ("block_indices", block_size)):
+        if (indices := options.get(name)) is None:
+            continue
+        is_by_key = name == "indices"
+        grouped = indices[:, None] if is_by_key else indices
+        is_integer = not (grouped.is_floating_point() or grouped.dtype == torch.bool)
+        sizes = grouped.shape[:3:2] if grouped.dim() == 4 else ()
+        if size is None or not is_integer or sizes != (batch, queries) or heads % grouped.shape[1]:
+            between = "" if is_by_key else f"a divisor of {heads} heads, "
+            beside = "" if is_by_key else f", and indexer.block_size, which is {size}"
+            raise OptionError(
+                saw=f"{name} from {type(module).__name__}: {describe_value(indices)}",
+                needed=f"integers (batch {batch}, {between}queries {queries}, K){beside}",
+                do="pass the numbers that each query chose, -1 for a place without a choice",
+            )
+        clauses.append(Chosen.from_indices(grouped, heads=heads, keys=key.shape[2], size=size))
+    return Mask(tuple(clauses))
 
 
 def _narrow_float64(added: Tensor, query: Tensor) -> Tensor:
@@ -161,4 +193,6 @@ def _weights_requested(options: dict[str, Any]) -> bool:
 def _raise_unsupported(name: str, what: str, module: nn.Module) -> NoReturn:
     needed = "scores of q.k, a softcap, a score bias, a mask, and one sink for each head"
     do = 'load this model with attn_implementation="eager" or "sdpa"'
+    if has_attention_hook():  # the recording replaces or observes the model's implementation
+        do = 'call the model itself with "eager" and output_attentions=True for its weights'
     raise OptionError(saw=f"{name} from {type(module).__name__}: {what}", needed=needed, do=do)

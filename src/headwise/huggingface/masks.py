@@ -51,9 +51,9 @@ class LazyMask(Tensor):
     smallest number.
 
     The tensor has no memory while a model only passes it to its layers. The first operator that
-    reads or changes the tensor makes it dense, once. The dense tensor is the mask from then on, so
-    edits and slices in a model's code work as with a plain tensor. A move to another device keeps
-    the mask lazy.
+    reads or changes the tensor makes it dense, once. A dense tensor that was changed is the mask
+    from then on, so edits and slices in a model's code work as with a plain tensor. A move to
+    another device keeps the mask lazy.
 
     Adding the bool form to floating-point scores raises an error, because such a model computes
     attention in its own code.
@@ -84,16 +84,25 @@ class LazyMask(Tensor):
     def materialise(self) -> Tensor:
         """Return the dense tensor, which takes queries x keys memory."""
         if self.written is None:
-            sizes = dict(zip(MATRIX_AXES, self.shape, strict=True))
-            bound = self.mask.bind(**sizes, device=self.device)
-            rows = torch.arange(sizes["queries"], device=self.device)
-            allowed = bound.evaluate_rows(rows).expand(self.shape)
-            if self.dtype == torch.bool:
-                self.written = allowed.contiguous()
-            else:  # numbers that are added to scores
-                zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-                self.written = zeros.masked_fill_(~allowed, torch.finfo(self.dtype).min)
+            self.written = self._evaluate()
         return self.written
+
+    def is_edited(self) -> bool:
+        """True if the model's code changed the dense tensor, or may have changed it."""
+        if self.written is None:
+            return False
+        can_compare = not self.is_meta and _can_read_values(self.written)
+        return not can_compare or not torch.equal(self._evaluate(), self.written)
+
+    def _evaluate(self) -> Tensor:
+        sizes = dict(zip(MATRIX_AXES, self.shape, strict=True))
+        bound = self.mask.bind(**sizes, device=self.device)
+        rows = torch.arange(sizes["queries"], device=self.device)
+        allowed = bound.evaluate_rows(rows).expand(self.shape)
+        if self.dtype == torch.bool:
+            return allowed.contiguous()
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(~allowed, torch.finfo(self.dtype).min)  # is added to scores
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         batch, _, queries, keys = self.shape

@@ -32,6 +32,7 @@ from headwise.huggingface.running import observe_attention, using_headwise_atten
 from headwise.layers.hooks import attention_hook
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.clauses.band import Band
+from headwise.masks.clauses.chosen import Chosen
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning import weights
 from headwise.scanning.call import (
@@ -479,7 +480,7 @@ def _is_cross(stack: list[ModuleCall], matrix: AttentionMatrix) -> bool:
     last = stack[-1].last_keys if stack else None
     if not inputs and last is not None and tensors_equal(last[0], matrix.k):  # attends once more
         return last[1]
-    if not inputs or matrix.mask.clauses_of_kind(Band):
+    if not inputs or any(isinstance(clause, Band | Chosen) for clause in matrix.mask.clauses):
         return False
     queries, keys = inputs[0], inputs[1] if len(inputs) > 1 else inputs[0]
     return not tensors_equal(queries, keys)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from headwise.masks.clause import Clause
 from headwise.masks.clauses.band import Band, Prefix
+from headwise.masks.clauses.chosen import Chosen
 from headwise.masks.clauses.dense import Dense
 from headwise.masks.clauses.lengths import Lengths, Starts
 from headwise.masks.clauses.predicate import PredicateClause
@@ -13,8 +14,8 @@ from headwise.masks.clauses.segments import PackedRow, Segments
 
 # A new kind is added here.
 KINDS: dict[str, type[Clause]] = {
-    clause.kind: clause
-    for clause in (Band, Lengths, Starts, Segments, PackedRow, Dense, Prefix, PredicateClause)
+    c.kind: c
+    for c in (Band, Lengths, Starts, Segments, PackedRow, Dense, Chosen, Prefix, PredicateClause)
 }
 
 
