@@ -39,7 +39,7 @@ MOST_LINES_OF_A_ROOM = {
     "huggingface": 850,
     "identify": 5_450,
     "layers": 4_050,
-    "layouts": 4_550,
+    "layouts": 4_750,
     "masks": 2_350,
     "matrix": 2_400,
     "models": 700,
