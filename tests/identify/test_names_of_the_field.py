@@ -186,3 +186,18 @@ def test_stacked_layers_are_no_layout_and_the_reason_is_said(axis: int) -> None:
     assert str(tuple(file["params/encoder/layers/query/kernel"].shape)) in str(refusal.value)
     one = {n: x.select(axis, 1) for n, x in file.items()}
     assert headwise.detect(one).candidates[0][0].layout.name == "flax"
+
+
+MARKED = [name for name, one in layouts_by_name().items() if one.marks]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_layout_is_not_offered_for_files_without_its_marks(name: str) -> None:
+    one = layout(name)
+    place = next(iter(one.where.values())).format(layer=1, stage=0)
+    file = {place + local: x for local, x in one.pack(example(one)).items()}
+    marks = {place + local: torch.ones(1) for local in one.marks}
+    for tensors, is_offered in ((file, False), (file | marks, True)):
+        found = headwise.detect(tensors, heads=known_of(one)["heads"])
+        names = {each.layout.name for group in found.candidates for each in group}
+        assert (name in names) is is_offered

@@ -71,6 +71,7 @@ LAYOUTS = (
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "layers.{layer}.self_attn."},
         beside=("rot_emb.inv_freq",),
+        marks=("rot_emb.inv_freq",),
         function=AttentionSpec(rotary=RotaryRule()),
         mask="True hides",
         axes="length batch width",
@@ -83,6 +84,7 @@ LAYOUTS = (
         where=_WHERE,
         outside=_BERT,
         beside=(*_NORM, "self.query_global.*", "self.key_global.*", "self.value_global.*"),
+        marks=("self.query_global.weight",),
         function=AttentionSpec(window=Other("both sides, and global tokens")),
         note="BERT's names. Global tokens see all, by projections of their own, which are passed "
         "on as they are; all tokens see them. The check has a window, and no global tokens",

@@ -25,7 +25,7 @@ _KERNEL = (".kernel", ".bias")
 
 
 def _three_axis_kernels(
-    *, kv_heads: str = "heads", value_dim: str = "head_dim", mark: str = "."
+    *, kv_heads: str = "heads", value_dim: str = "head_dim", out: str = "out", mark: str = "."
 ) -> dict[str, str]:
     """Kernels of three axes, as of an einsum: (inputs, heads, head_dim), and back."""
     patterns = {
@@ -35,15 +35,10 @@ def _three_axis_kernels(
         "query.bias": "bq: heads head_dim",
         "key.bias": f"bk: {kv_heads} head_dim",
         "value.bias": f"bv: {kv_heads} {value_dim}",
-        "out.kernel": f"wo: heads {value_dim} out_dim",
-        "out.bias": "bo: out_dim",
+        f"{out}.kernel": f"wo: heads {value_dim} out_dim",
+        f"{out}.bias": "bo: out_dim",
     }
-    if mark == ".":
-        return patterns
-    return {
-        name.replace("out.", "attention_output.").replace(".", mark): pattern
-        for name, pattern in patterns.items()
-    }
+    return {name.replace(".", mark): pattern for name, pattern in patterns.items()}
 
 
 _library = partial(describe_layout, mask="True attends")
@@ -159,14 +154,14 @@ LAYOUTS = (
     ),
     _library(
         name="keras",
-        tensors=_three_axis_kernels(value_dim="value_dim", mark="/"),
+        tensors=_three_axis_kernels(value_dim="value_dim", out="attention_output", mark="/"),
         source="keras-team/keras, keras/src/layers/attention/multi_head_attention.py",
         note="MultiHeadAttention, names as in variable.path behind the layer's own; its key_dim is "
         f"that of one head. {_ON_REQUEST}",
     ),
     _library(
         name="keras-gqa",
-        tensors=_three_axis_kernels(kv_heads="kv_heads", mark="/"),
+        tensors=_three_axis_kernels(kv_heads="kv_heads", out="attention_output", mark="/"),
         source="keras-team/keras, keras/src/layers/attention/grouped_query_attention.py",
         note=f"GroupQueryAttention; names as in keras. {_ON_REQUEST}",
     ),
