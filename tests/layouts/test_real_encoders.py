@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Mask, Rotary
+from headwise.layouts.plan import convert
 from tests.layouts.real import BATCH, LENGTH, Real, assert_same_function, inputs, sharpen
 from tests.layouts.stored import (
     HEADS,
@@ -17,6 +18,7 @@ from tests.layouts.stored import (
     SINGLE,
     VOCABULARY,
     WIDTHS,
+    file_of,
     left_open,
     model_of,
     own_tensors,
@@ -188,3 +190,19 @@ def test_same_function(name: str) -> None:
 @pytest.mark.parametrize("kind", ["Roberta", "Electra"])
 def test_those_that_share_berts_names(kind: str) -> None:
     assert_same_function("bert", bert_of(kind))
+
+
+def test_a_whole_bert_becomes_the_file_of_tensorflow_and_comes_back() -> None:
+    stored = file_of(model_of("Bert", **WIDTHS, vocab_size=VOCABULARY))
+    made = convert(stored, "bert", "bert-tensorflow", heads=8)
+    layer = "encoder/layer_1"
+    norm = {f"{layer}/output/LayerNorm/{end}" for end in ("gamma", "beta")}
+    assert norm | {"embeddings/word_embeddings", "pooler/dense/kernel"} <= made.keys()
+    assert not any("." in name for name in made)
+    up, theirs = "intermediate/dense/kernel", "intermediate.dense.weight"
+    assert torch.equal(made[f"{layer}/{up}"], stored[f"encoder.layer.1.{theirs}"].mT)
+    back = convert(
+        {f"bert/{name}": x for name, x in made.items()}, "bert-tensorflow", "bert", heads=8
+    )
+    assert back.keys() == {f"bert/{name}" for name in stored}
+    assert all(torch.equal(back[f"bert/{name}"], x) for name, x in stored.items())
