@@ -67,13 +67,12 @@ def load_attention(
 ) -> Attention:
     """Return one attention layer of a stored model, in the dtype of its file.
 
-    The layout, the counts and the settings that no tensor holds come from the metadata of the file,
-    or else from the config.json beside it. The layer has the rotation, scale, softcap, norms and
-    window of the model. The mask is an argument of the call: a decoder needs ``Mask.causal()``.
+    The settings that no tensor holds come from the metadata of the file, or from its config.json.
+    The mask is an argument of the call: a decoder needs ``Mask.causal()``.
 
-    Where transformers has the class of the model, that class runs on several inputs with the same
-    weights, and the layer must give its numbers: the repr of the layer says so. A model_type that
-    the catalogue lacks loads if this proof finds one layout.
+    Where transformers has the class of the model, it runs on several inputs with the same weights,
+    and the layer must give its numbers: the repr says so. A model_type that the catalogue lacks
+    loads if one layout does.
 
     Args:
         path: a file of weights, an index, or a folder with them.
@@ -97,20 +96,15 @@ def load_attention(
     opened = open_checkpoint(Path(path), counts, config=config)
     stored = _select_layout(opened, layout)
     if stored is not None:
-        modules = find_modules(stored, opened.source.headers)
-        module = _select_module(opened.source, stored, modules, layer, prefix)
-        reading = Reading(opened, stored, module, modules, opened.config)
-        if not proof:
-            return reading.layer(opened.source, **options)
-        return _load_listed(reading, options)
-    readings = _readings_that_fit(opened, layer, prefix)
-    if not proof or not readings:
-        raise _unknown_layout_error(opened)
+        module, modules = _select_module(opened.source, stored, layer, prefix)
+        reading = StoredReading(opened, stored, module, modules, opened.config)
+        return _load_listed(reading, options) if proof else reading.layer(opened.source, **options)
+    readings = _readings_that_fit(opened, layer, prefix) if proof else []
     return _load_unlisted(opened, readings, options)
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class StoredReading:
     """One way to read an attention module of a checkpoint.
 
     Attributes:
@@ -192,7 +186,7 @@ class Reading:
 # ---- proof --------------------------------------------------------------------------------------
 
 
-def _load_listed(reading: Reading, options: Mapping[str, Any]) -> Attention:
+def _load_listed(reading: StoredReading, options: Mapping[str, Any]) -> Attention:
     """Return the layer that the catalogue names, proved where its class runs here."""
     source = reading.opened.source
     try:
@@ -218,10 +212,12 @@ def _load_listed(reading: Reading, options: Mapping[str, Any]) -> Attention:
 
 
 def _load_unlisted(
-    opened: Checkpoint, readings: Sequence[Reading], options: Mapping[str, Any]
+    opened: Checkpoint, readings: Sequence[StoredReading], options: Mapping[str, Any]
 ) -> Attention:
     """Return the only layer that gives the numbers of the class, of all layouts that fit."""
-    proved: list[tuple[Reading, LoadTrial, Proof, Attention]] = []
+    if not readings:
+        raise _unknown_layout_error(opened)
+    proved: list[tuple[StoredReading, LoadTrial, Proof, Attention]] = []
     trials: dict[tuple[str, ...], LoadTrial] = {}
     for reading in readings:
         key = (*reading.roles.values(), *reading.module.tensors)
@@ -253,7 +249,7 @@ def _load_unlisted(
 
 
 def _finish(
-    reading: Reading, trial: LoadTrial, proof: Proof, options: Mapping[str, Any]
+    reading: StoredReading, trial: LoadTrial, proof: Proof, options: Mapping[str, Any]
 ) -> Attention:
     config = reading.config_of(trial.probes[0])
     layer = reading.layer(reading.opened.source, config=config, **options)
@@ -293,7 +289,7 @@ class LoadTrial:
     outcomes: dict[str, tuple[int, str]]
 
     @classmethod
-    def of(cls, reading: Reading, options: Mapping[str, Any]) -> LoadTrial:
+    def of(cls, reading: StoredReading, options: Mapping[str, Any]) -> LoadTrial:
         """Run the class of a module.
 
         Raises:
@@ -308,7 +304,7 @@ class LoadTrial:
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
         return cls(probes, state, kind, usual, {})
 
-    def prove(self, reading: Reading) -> Proof | None:
+    def prove(self, reading: StoredReading) -> Proof | None:
         """Return the proof of a reading; None where it gives other numbers, or makes no layer."""
         built: Config | None = None
         layer: Attention | None = None
@@ -331,7 +327,7 @@ class LoadTrial:
         tokens = max(probe.call.x.shape[1] for probe in self.probes)
         return Proof(against=self.against, probes=len(self.probes), tokens=tokens)
 
-    def unequal_error(self, readings: Sequence[Reading]) -> OptionError:
+    def unequal_error(self, readings: Sequence[StoredReading]) -> OptionError:
         """Return the error for a module that no reading gives."""
         first, total = readings[0], len(self.probes)
         name, (passed, why) = max(self.outcomes.items(), key=lambda each: each[1][0])
@@ -378,7 +374,7 @@ def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
     )
 
 
-def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> list[Reading]:
+def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> list[StoredReading]:
     """Return the readings of a module whose layout has all of its tensors."""
     headers = opened.source.headers
     readings = []
@@ -391,8 +387,9 @@ def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> li
         ]
         for module in chosen:
             is_whole = stored.required <= {*module.tensors.values()}
-            if is_whole and not find_unlisted_tensors_of_module(module, stored):
-                readings.append(Reading(opened, stored, module, modules, None))
+            is_marked = {module.prefix + mark for mark in stored.marks}.issubset(module.beside)
+            if is_whole and is_marked and not find_unlisted_tensors_of_module(module, stored):
+                readings.append(StoredReading(opened, stored, module, modules, None))
     if len(names := dict.fromkeys(reading.module.prefix for reading in readings)) > 1:
         raise OptionError(
             saw=f"layer {layer} of {opened.source.path}, which {len(names)} modules have",
@@ -403,12 +400,10 @@ def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> li
 
 
 def _select_module(
-    source: CheckpointSource,
-    layout: Layout,
-    modules: Sequence[NamedModule],
-    layer: int,
-    prefix: str | None,
-) -> NamedModule:
+    source: CheckpointSource, layout: Layout, layer: int, prefix: str | None
+) -> tuple[NamedModule, list[NamedModule]]:
+    """Return the module of a layer or of a prefix, and all modules of the layout."""
+    modules = find_modules(layout, source.headers)
     if not modules:
         obstacle = registry.find_obstacle(source.headers)
         why = "" if obstacle is None else f": {obstacle.reason}"
@@ -423,7 +418,7 @@ def _select_module(
     if prefix is not None:
         matches = [module for module in modules if module.prefix == prefix]
     if len(matches) == 1:
-        return matches[0]
+        return matches[0], modules
     shown = matches or modules
     selection = f"layer {layer}" if prefix is None else f"prefix {prefix!r}"
     fault = f"where {layout.name} has {len(matches)} modules"

@@ -25,7 +25,12 @@ from headwise.checkpoints.skeleton import (
     build_skeleton,
 )
 from headwise.function.rotary import Rotary
-from headwise.function.rounding import allow_two_runs, default_tolerance, relative_difference_norm
+from headwise.function.rounding import (
+    allow_two_runs,
+    default_tolerance,
+    move_number,
+    relative_difference_norm,
+)
 from headwise.layers.attention import Attention
 from headwise.masks.mask import Mask
 
@@ -37,7 +42,6 @@ LONGEST_OF_LARGE, LEFT_OUT = 40, ("a short text", "padding on the right")
 # Arguments by which a model gives a part of itself what is added to queries and keys.
 PLACES = re.compile(r"position_embeddings$|object_queries|reference_points")
 NEAR, NEAR_ORIGINAL = 6, 32
-STEPS = 4  # units in the last place of float32, by which a power of theta may differ
 Run = Callable[[Attention, Tensor], Tensor]
 
 
@@ -160,8 +164,7 @@ def list_numbers(config: Mapping[str, Any]) -> Iterator[float]:
 def _rotation_tolerance(layer: Attention, rotary: Rotary, x: Tensor, run: Run) -> float:
     """Return how far float32 moves frequencies of a theta that is computed from the config's."""
     moved = copy(layer)
-    theta = rotary.theta * (1 + STEPS * torch.finfo(torch.float32).eps)
-    moved.rotary = replace(rotary, theta=theta)
+    moved.rotary = replace(rotary, theta=move_number(rotary.theta, torch.float32))
     return relative_difference_norm(run(moved, x), run(layer, x))
 
 
