@@ -406,6 +406,12 @@ def window_size(config: Config) -> int | None:
     return next(filter(None, map(fields.count, names)), None)
 
 
+def find_window_field(config: Config) -> int | None:
+    """Return the window of `window_size`, or else the first whole number that is named window."""
+    named = (n for name, n in text_config(config).items() if "window" in name)
+    return window_size(config) or next((n for n in named if isinstance(n, int) and n > 0), None)
+
+
 def window_sides(config: Config, layer: int) -> tuple[int, int | None] | None:
     """Return the keys before and after a query that it may attend to; None without a window.
 

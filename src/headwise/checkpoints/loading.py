@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,10 +44,16 @@ ROUNDED = (
     " the two part from position 257 on, earlier for 16 or more heads"
 )
 # What classes decide for each layer in code, where their config alone does not say it.
-NO_ROTATION, NO_WINDOW, WINDOW, TWO_SIDED = "no rotation", "no window", "a window", "two-sided"
+NO_ROTATION, NO_WINDOW = "no rotation", "no window"
+# Windows of w: w keys up to the query, w / 2 to both sides, or w to both sides.
+WINDOWS: dict[str, Callable[[int], tuple[int, int | None]]] = {
+    "a window": lambda w: (w - 1, None),
+    "a two-sided window": lambda w: (w // 2, w // 2),
+    "a window to each side": lambda w: (w, w),
+}
 _MAY_LACK = ("rotary", "score_bias", "qk_norm", "clip")  # parts that a layer may lack
-_WINDOWS: tuple[tuple[str, ...], ...] = ((), (NO_WINDOW,), (WINDOW,), (TWO_SIDED,))
-VARIANTS = (*_WINDOWS, *((NO_ROTATION, *words) for words in _WINDOWS))
+_WORDS: tuple[tuple[str, ...], ...] = ((), (NO_WINDOW,), *((word,) for word in WINDOWS))
+VARIANTS = (*_WORDS, *((NO_ROTATION, *words) for words in _WORDS))
 
 
 @explain_arguments(RENAMED_COUNTS)
@@ -98,7 +104,9 @@ def load_attention(
     if stored is not None:
         module, modules = _select_module(opened.source, stored, layer, prefix)
         reading = StoredReading(opened, stored, module, modules, opened.config)
-        return _load_listed(reading, options) if proof else reading.layer(opened.source, **options)
+        if not proof:
+            return reading.layer(opened.source, **options)
+        return _load_listed(reading, options, is_named=layout is not None)
     readings = _readings_that_fit(opened, layer, prefix) if proof else []
     return _load_unlisted(opened, readings, options)
 
@@ -166,10 +174,9 @@ class StoredReading:
             described = replace(described, function=replace(described.function, rotary=ABSENT))
         if NO_WINDOW in self.variant:
             given["window"] = None
-        elif WINDOW in self.variant and (size := config_json.window_size(config)):
-            given["window"] = (size - 1, None)
-        elif TWO_SIDED in self.variant and (size := config_json.window_size(config)):
-            given["window"] = (size // 2, size // 2)
+        size, sides = config_json.find_window_field(config), {*WINDOWS} & {*self.variant}
+        if size and sides:
+            given["window"] = WINDOWS[sides.pop()](size)
         if self.config is None:  # a field that nothing states: the proof tells if it is absent
             function = replace(described.function, window=ABSENT)
             stated = vars(resolve(function, config, layer=module.layer))
@@ -186,8 +193,13 @@ class StoredReading:
 # ---- proof --------------------------------------------------------------------------------------
 
 
-def _load_listed(reading: StoredReading, options: Mapping[str, Any]) -> Attention:
-    """Return the layer that the catalogue names, proved where its class runs here."""
+def _load_listed(
+    reading: StoredReading, options: Mapping[str, Any], *, is_named: bool
+) -> Attention:
+    """Return the layer that the catalogue names, proved where its class runs here.
+
+    Where the caller has not named the layout, a tower beside the model may have another.
+    """
     source = reading.opened.source
     try:
         layer, problem = reading.layer(source, **options), None
@@ -206,9 +218,14 @@ def _load_listed(reading: StoredReading, options: Mapping[str, Any]) -> Attentio
             continue
         if (proof := trial.prove(each)) is not None:
             return _finish(each, trial, proof, options)
-    if problem is not None:
-        raise problem
-    raise trial.unequal_error([reading])
+    refusal = problem or trial.unequal_error([reading])
+    if is_named or reading.opened.description is not None:
+        raise refusal
+    fitting = _readings_that_fit(reading.opened, reading.module.layer, reading.module.prefix)
+    try:
+        return _load_unlisted(reading.opened, fitting, options)
+    except OptionError:
+        raise refusal from None
 
 
 def _load_unlisted(
