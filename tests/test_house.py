@@ -32,7 +32,7 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 4_050,
+    "checkpoints": 5_200,
     "cli": 1_950,
     "diagnosis": 13_100,
     "function": 3_000,
@@ -47,7 +47,7 @@ MOST_LINES_OF_A_ROOM = {
     "scanning": 9_600,
     "sharding": 2_800,
     "study": 4_950,
-    "support": 1_050,
+    "support": 1_100,
     "surgery": 4_300,
 }
 # Letters of a module's name, which is read with its folder.

@@ -82,6 +82,12 @@ def _calls(model: nn.Module, given: dict[str, Any]) -> list[CapturedCall]:
     return calls
 
 
+def _shorten(words: str, folder: Path) -> str:
+    """The reason without the folder, and what all unknown types have."""
+    words = words.replace(f"{folder}/", "").replace(f"{folder} ", "")
+    return words.rpartition("catalogue lacks; ")[2].removeprefix("not proved: ")[:200]
+
+
 def _has_output_of(layer: Attention, call: CapturedCall) -> bool:
     """True if a call is of this layer: towers have layers of one name."""
     heads = layer.out_proj.weight.mT.unflatten(0, (layer.num_heads, layer.value_dim))
@@ -94,9 +100,9 @@ def _outcome(folder: Path, prefix: str, calls: Iterable[CapturedCall]) -> tuple[
             warnings.simplefilter("always")
             layer = load_attention(folder, prefix=prefix)
     except HeadwiseError as error:
-        return REFUSED, error.saw
+        return REFUSED, _shorten(error.saw, folder)
     if not layer.proof.startswith("proved"):
-        return UNPROVED, layer.proof
+        return UNPROVED, _shorten(layer.proof, folder)
     if any("right for text without images" in str(each.message) for each in warned):
         return LOADED, ""  # it says that pictures give other numbers
     name = prefix.rstrip("./")

@@ -76,9 +76,8 @@ def load_attention(
     The settings that no tensor holds come from the metadata of the file, or from its config.json.
     The mask is an argument of the call: a decoder needs ``Mask.causal()``.
 
-    Where transformers has the class of the model, it runs on several inputs with the same weights,
-    and the layer must give its numbers: the repr says so. A model_type that the catalogue lacks
-    loads if one layout does.
+    Where transformers has the model's class, the layer must give its numbers on several inputs, as
+    the repr says. A model_type that the catalogue lacks loads if one layout does.
 
     Args:
         path: a file of weights, an index, or a folder with them.
@@ -95,8 +94,7 @@ def load_attention(
 
     Raises:
         CheckpointError: the path leads to no weights, or its metadata does not fit its tensors.
-        OptionError: no such layer, a setting of the layer is stated nowhere, or the layer gives
-            other numbers than the class.
+        OptionError: no such layer, a setting is stated nowhere, or other numbers than the class.
     """
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
     opened = open_checkpoint(Path(path), counts, config=config)
@@ -198,7 +196,7 @@ def _load_listed(
 ) -> Attention:
     """Return the layer that the catalogue names, proved where its class runs here.
 
-    Where the caller has not named the layout, a tower beside the model may have another.
+    Where neither the caller nor the file has named the layout, a tower beside the model may have another.
     """
     source = reading.opened.source
     try:
