@@ -278,6 +278,8 @@ def merge_stated_counts(
 
 
 def _read_counts(fields: ConfigFields) -> Sizes:
+    if "kv_lora_rank" in fields and fields.get("head_dim") == 0:  # of latent heads, it counts r
+        fields = ConfigFields({**fields, "head_dim": None}, origin=fields.origin)
     counts = {size: _read_first_count(fields, names.split()) for size, names in NAMES.items()}
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         counts["kv_heads"] = 1

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ from headwise.layouts import registry
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule, find_modules, find_unlisted_tensors_of_module
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
-from headwise.support.text import list_some
+from headwise.support.memory import available_memory
+from headwise.support.text import human_bytes, list_some
 
 ROUNDED = (
     " rounds its distance bias to bfloat16 at each position; the layer does not:"
@@ -51,6 +53,7 @@ WINDOWS: dict[str, Callable[[int], tuple[int, int | None]]] = {
     "a two-sided window": lambda w: (w // 2, w // 2),
     "a window to each side": lambda w: (w, w),
 }
+COPIES = 4  # of an attention's tensors in float64, that a proof holds at once
 _MAY_LACK = ("rotary", "score_bias", "qk_norm", "clip")  # parts that a layer may lack
 _WORDS: tuple[tuple[str, ...], ...] = ((), (NO_WINDOW,), *((word,) for word in WINDOWS))
 VARIANTS = (*_WORDS, *((NO_ROTATION, *words) for words in _WORDS))
@@ -196,7 +199,7 @@ def _load_listed(
 ) -> Attention:
     """Return the layer that the catalogue names, proved where its class runs here.
 
-    Where neither the caller nor the file has named the layout, a tower beside the model may have another.
+    Where only the config names the layout, a tower beside the model may have another.
     """
     source = reading.opened.source
     try:
@@ -314,6 +317,12 @@ class LoadTrial:
         config, source = reading.opened.config, reading.opened.source
         if not config.get("model_type"):
             raise NotRunError("no config.json names a model_type")
+        headers = source.headers
+        needed = COPIES * 8 * sum(prod(headers[name].shape) for name in reading.module.tensors)
+        if needed > (free := available_memory()):
+            raise NotRunError(
+                f"a proof takes {human_bytes(needed)}, and {human_bytes(free)} are left"
+            )
         state = StirredTensors(source)
         probes, kind = record_probes(config, reading.tensors(state), reading.roles, options)
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
