@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -213,12 +213,10 @@ def _load_listed(
             raise problem from None
         layer.proof = str(Proof(reason=_reason(error)))
         return layer
-    others = (replace(reading, config=None, variant=words) for words in VARIANTS)
-    for each in (reading, *others):
-        if each is reading and problem is not None:
-            continue
-        if (proof := trial.prove(each)) is not None:
-            return _finish(each, trial, proof, options)
+    usual = [] if problem is not None else [reading]
+    found = trial.find_layer([*usual, *_vary(replace(reading, config=None))], options)
+    if found is not None:
+        return found
     refusal = problem or trial.unequal_error([reading])
     if is_named or reading.opened.description is not None:
         raise refusal
@@ -235,7 +233,7 @@ def _load_unlisted(
     """Return the only layer that gives the numbers of the class, of all layouts that fit."""
     if not readings:
         raise _unknown_layout_error(opened)
-    proved: list[tuple[StoredReading, LoadTrial, Proof, Attention]] = []
+    proved: dict[str, Attention] = {}
     trials: dict[tuple[str, ...], LoadTrial] = {}
     for reading in readings:
         key = (*reading.roles.values(), *reading.module.tensors)
@@ -244,35 +242,26 @@ def _load_unlisted(
                 trials[key] = LoadTrial.of(reading, options)
         except (NotRunError, MissingExtraError) as error:
             raise _unknown_layout_error(opened, _reason(error)) from None
-        for words in VARIANTS:
-            if NO_ROTATION in words and reading.stored.rows == "interleaved":
-                continue  # the same function as the rows of another layout
-            each, trial = replace(reading, variant=words), trials[key]
-            if (proof := trial.prove(each)) is None:
-                continue
-            layer = _finish(each, trial, proof, options)
-            if not any(_is_same_layer(layer, other) for *_, other in proved):
-                proved.append((each, trial, proof, layer))
-            break
+        layer = trials[key].find_layer(_vary(reading), options)
+        if layer and not any(_is_same_layer(layer, other) for other in proved.values()):
+            proved[reading.stored.name] = layer
     if len(proved) == 1:
-        return proved[0][-1]
+        return next(iter(proved.values()))
     if not proved:
         raise next(iter(trials.values())).unequal_error(readings)
-    names = " and ".join(reading.name for reading, *_ in proved)
     raise OptionError(
-        saw=f"{opened.source.path} gives the numbers of its class as {names}",
+        saw=f"{opened.source.path} gives the numbers of its class as {' and '.join(proved)}",
         needed="one layout: these layers differ, and no probe shows in what",
         do="pass layout=... with the one that is meant",
     )
 
 
-def _finish(
-    reading: StoredReading, trial: LoadTrial, proof: Proof, options: Mapping[str, Any]
-) -> Attention:
-    config = reading.config_of(trial.probes[0])
-    layer = reading.layer(reading.opened.source, config=config, **options)
-    layer.proof = str(proof)
-    return layer
+def _vary(reading: StoredReading) -> Iterator[StoredReading]:
+    """Yield a reading in all variants that may be another function."""
+    for words in VARIANTS:
+        # Without a rotation, interleaved rows are the same function as those of another layout.
+        if NO_ROTATION not in words or reading.stored.rows != "interleaved":
+            yield replace(reading, variant=words)
 
 
 def _is_same_layer(first: Attention, second: Attention) -> bool:
@@ -327,6 +316,18 @@ class LoadTrial:
         probes, kind = record_probes(config, reading.tensors(state), reading.roles, options)
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
         return cls(probes, state, kind, usual, {})
+
+    def find_layer(
+        self, readings: Iterable[StoredReading], options: Mapping[str, Any]
+    ) -> Attention | None:
+        """Return the layer of the first reading that is proved; None where none is."""
+        for reading in readings:
+            if (proof := self.prove(reading)) is not None:
+                config = reading.config_of(self.probes[0])
+                layer = reading.layer(reading.opened.source, config=config, **options)
+                layer.proof = str(proof)
+                return layer
+        return None
 
     def prove(self, reading: StoredReading) -> Proof | None:
         """Return the proof of a reading; None where it gives other numbers, or makes no layer."""
