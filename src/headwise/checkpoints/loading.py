@@ -214,9 +214,9 @@ def _load_listed(
         layer.proof = str(Proof(reason=_reason(error)))
         return layer
     usual = [] if problem is not None else [reading]
-    found = trial.find_layer([*usual, *_vary(replace(reading, config=None))], options)
-    if found is not None:
-        return found
+    proved = trial.find_layer([*usual, *_vary(replace(reading, config=None))], options)
+    if proved is not None:
+        return proved
     refusal = problem or trial.unequal_error([reading])
     if is_named or reading.opened.description is not None:
         raise refusal
