@@ -6,6 +6,7 @@ by other means: with what the recorder saw of the whole model, in float32.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -85,7 +86,8 @@ def _calls(model: nn.Module, given: dict[str, Any]) -> list[CapturedCall]:
 def _shorten(words: str, folder: Path) -> str:
     """The reason without the folder, and what all unknown types have."""
     words = words.replace(f"{folder}/", "").replace(f"{folder} ", "")
-    return words.rpartition("catalogue lacks; ")[2].removeprefix("not proved: ")[:200]
+    words = re.sub(r".*catalogue lacks[;:] ", "", words)
+    return words.removeprefix("not proved: ")[:200]
 
 
 def _has_output_of(layer: Attention, call: CapturedCall) -> bool:

@@ -391,8 +391,10 @@ def _select_layout(opened: Checkpoint, layout: str | Layout | None) -> Layout | 
 def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
     kind = opened.config.get("model_type")
     stated = f"the model_type {kind}, which the catalogue lacks" if kind else "no model_type"
+    obstacle = registry.find_obstacle(opened.source.headers)
+    more = f"; not proved: {reason}" if reason else f": {obstacle.reason}" if obstacle else ""
     return OptionError(
-        saw=f"{opened.source.path} has {stated}" + (f"; not proved: {reason}" if reason else ""),
+        saw=f"{opened.source.path} has {stated}{more}",
         needed="the layout of the weights",
         do="headwise.checkpoints.load_attention(path, layer=0, layout=...); headwise detect "
         "lists the layouts that fit",
