@@ -30,6 +30,7 @@ from headwise.checkpoints.proof import (
 )
 from headwise.checkpoints.skeleton import NotRunError
 from headwise.checkpoints.source import CheckpointSource
+from headwise.checkpoints.transformers import UntrustedCodeError, find_trusted_code
 from headwise.errors import HeadwiseError, MissingExtraError, OptionError
 from headwise.function.spec import ABSENT, FROM_CONFIG
 from headwise.layers.attention import Attention
@@ -63,6 +64,7 @@ def load_attention(
     head_dim: int | None = None,
     rotary_width: int | None = None,
     proof: bool = True,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Attention:
     """Return one attention layer of a stored model, in the dtype of its file.
@@ -86,6 +88,7 @@ def load_attention(
         head_dim: channels of a head, in place of ``heads``.
         rotary_width: channels of a head that are rotated.
         proof: False to load without running the class.
+        trust_remote_code: True to prove the layer against code that is in the folder.
         options: arguments of `Attention` that override the file's, such as ``window=(3, None)``.
 
     Raises:
@@ -94,7 +97,7 @@ def load_attention(
             other numbers than the class.
     """
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    opened = open_checkpoint(Path(path), counts, config=config)
+    opened = open_checkpoint(Path(path), counts, config=config, trusts_code=trust_remote_code)
     stored = _select_layout(opened, layout)
     if stored is not None:
         modules = find_modules(stored, opened.source.headers)
@@ -201,7 +204,7 @@ def _load_listed(reading: Reading, options: Mapping[str, Any]) -> Attention:
         problem = error
     try:
         trial = LoadTrial.of(reading, options)
-    except (NotRunError, MissingExtraError) as error:
+    except (NotRunError, MissingExtraError, UntrustedCodeError) as error:
         if problem is not None:
             raise problem from None
         layer.proof = str(Proof(reason=_reason(error)))
@@ -271,6 +274,8 @@ def _is_same_layer(first: Attention, second: Attention) -> bool:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, UntrustedCodeError):
+        return f"{error.saw}=True"
     return error.saw if isinstance(error, MissingExtraError) else str(error)
 
 
@@ -299,12 +304,15 @@ class LoadTrial:
         Raises:
             MissingExtraError: transformers is not installed.
             NotRunError: transformers has no class, or it does not run here.
+            OptionError: the class is code that may not run, see `find_trusted_code`.
         """
         config, source = reading.opened.config, reading.opened.source
         if not config.get("model_type"):
             raise NotRunError("no config.json names a model_type")
+        code = find_trusted_code(source.path, config, trusted=reading.opened.trusts_code)
         state = StirredTensors(source)
-        probes, kind = record_probes(config, reading.tensors(state), reading.roles, options)
+        tensors, roles = reading.tensors(state), reading.roles
+        probes, kind = record_probes(config, tensors, roles, options, code)
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
         return cls(probes, state, kind, usual, {})
 

@@ -102,9 +102,7 @@ class ScanOptions:
         Path | None, Option(help="A folder for the scan, in which a run can be resumed.")
     ] = None
     page: Annotated[Path, Option(help="The HTML page to write.")] = Path("headwise-scan/index.html")
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run the code in the folder of the weights.")
-    ] = False
+    trust_remote_code: output.TrustRemoteCode = False
     force: Annotated[bool, Option("--force", help="Write over an earlier page.")] = False
     skip_memory_check: Annotated[
         bool, Option("--skip-memory-check", help="Start even if the memory may not suffice.")
