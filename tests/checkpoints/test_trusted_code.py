@@ -78,7 +78,8 @@ def test_code_of_another_repository_is_refused(kind: str, tmp_path: Path, *, tru
     with pytest.raises(OptionError, match=FOREIGN) as caught:
         load(folder, trust_remote_code=trusted)
     assert "nothing is downloaded" in caught.value.needed
-    assert "copy its .py files into the folder" in caught.value.do
+    assert "remove auto_map where transformers has the class" in caught.value.do
+    assert "copy the .py files into the folder" in caught.value.do
     with pytest.raises(OptionError, match=FOREIGN):
         load_attention(folder, trust_remote_code=trusted)
     assert not ran(tmp_path)
@@ -92,6 +93,18 @@ def test_code_at_another_place_of_this_machine_is_refused(tmp_path: Path) -> Non
     with pytest.raises(OptionError, match="names code outside of this folder"):
         load(folder, trust_remote_code=True)
     assert not ran(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+def test_a_kernel_of_another_repository_is_refused(field: str, tmp_path: Path) -> None:
+    folder = own_folder(tmp_path / "m")
+    usual: dict[str, Any] = {"auto_map": None, "architectures": ["LlamaForCausalLM"]}
+    change_json(folder / "config.json", **usual, **{field: "eager"})
+    assert load_attention(folder).proof.startswith("proved")
+    change_json(folder / "config.json", **{field: {"": "owner/kernel"}})
+    for open_folder in (load, load_attention):
+        with pytest.raises(OptionError, match=f"this folder in {field}: owner/kernel"):
+            open_folder(folder, trust_remote_code=True)
 
 
 def test_code_of_a_part_of_a_model_counts(tmp_path: Path) -> None:
@@ -302,3 +315,9 @@ def test_the_page_of_a_comparison_repeats_the_flag(tmp_path: Path) -> None:
     page = Path("page.html").read_text("utf-8")
     assert "--trust-remote-code" in page
     assert "--trust-remote-code=" not in page
+
+
+def test_the_page_of_a_scan_repeats_the_flag(data: Path, tmp_path: Path) -> None:
+    arguments = [*commands(own_folder(tmp_path / "m"), data)["scan"], "--trust-remote-code"]
+    assert run("scan", arguments).exit_code == 0
+    assert "--trust-remote-code" in Path("headwise-scan/index.html").read_text("utf-8")

@@ -98,6 +98,7 @@ CONFIG = "config.json"
 MODEL, ADAPTER = "the model", "adapter_config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
+CODE = ("auto_map", "attn_implementation", "_attn_implementation")  # fields that may name code
 PURPOSE = "which loads stored models"
 SEPARATORS = (".", "\n")
 # Names of a model in DistributedDataParallel and torch.compile begin with these words.
@@ -343,41 +344,42 @@ class UntrustedCodeError(OptionError):
 def find_trusted_code(path: Path, config: Mapping[str, Any], *, trusted: bool) -> Path | None:
     """Return the folder with the code that a config names in ``auto_map``; None without code.
 
-    All that builds a model of a folder asks here whether its code may run.
+    All that builds a model of a folder asks here whether its code may run. A kernel of a
+    repository, which a config names as its attention, is code of another repository.
 
     Raises:
         OptionError: code outside of the folder, such as that of another repository.
         UntrustedCodeError: the caller does not trust the code.
     """
-    folder, names = path if path.is_dir() else path.parent, list(_list_code(config))
-    for name in (each[:100] for each in names):
-        if "--" in name or Path(name).is_absolute():
+    folder, named = path if path.is_dir() else path.parent, list(_list_code(config))
+    for field, name in named:
+        if field != "auto_map" or "--" in name or Path(name).is_absolute():
             raise OptionError(
-                saw=f"{folder} names code outside of this folder in auto_map: {name}",
+                saw=f"{folder} names code outside of this folder in {field}: {name[:100]}",
                 needed="code in the folder; no other repository is read, nothing is downloaded",
-                do="copy its .py files into the folder and write their names into auto_map, such "
-                "as modeling.Model; or remove auto_map where transformers has the class",
+                do=f"remove {field} where transformers has the class; or copy the .py files into "
+                "the folder and name them in auto_map, such as modeling.Model",
             )
-    if names and not trusted:
+    if named and not trusted:
         raise UntrustedCodeError(
             saw=f"{folder} holds code, which runs only with {{trust_remote_code}}",
-            needed=f"your permission to run {names[0][:100]} and what it imports",
+            needed=f"your permission to run {named[0][1][:100]} and what it imports",
             do="read the code, then pass {trust_remote_code}",
             parameter="trust_remote_code",
         )
-    return folder if names else None
+    return folder if named else None
 
 
-def _list_code(value: Any, *, is_code: bool = False) -> Iterator[str]:
-    """Yield the names of code in the auto_map of a config and of its parts."""
+def _list_code(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the fields of a config and of its parts that name code, with the names."""
     if isinstance(value, Mapping):
         for name, part in value.items():
-            yield from _list_code(part, is_code=is_code or name == "auto_map")
+            yield from _list_code(part, name if name in CODE else field)
     elif isinstance(value, list):
         for part in value:
-            yield from _list_code(part, is_code=is_code)
-    elif is_code and isinstance(value, str):
-        yield value
+            yield from _list_code(part, field)
+    elif field and isinstance(value, str) and (field == "auto_map" or "/" in value):
+        yield field, value
 
 
 def _read_tokenizer_config(folder: Path) -> Mapping[str, Any]:

@@ -138,7 +138,8 @@ class ScanOptions:
         words = ["headwise", "scan", "--demo" if self.demo else str(self.model_dir)]
         for path in self.text or ():
             words += ["--text", str(path)]
-        for name in ("tokens", "random_repeats", "length", "out", "skip_empty", "device", "dtype"):
+        names = ("tokens", "random_repeats", "length", "out", "skip_empty", "device", "dtype")
+        for name in (*names, "trust_remote_code"):
             value, default = getattr(chosen, name), getattr(ScanOptions, name)
             if value != default:
                 words += [output.option_text(name), *([] if value is True else [str(value)])]
