@@ -145,7 +145,13 @@ def test_the_class_of_code_is_that_of_the_stored_weights(tmp_path: Path) -> None
 
 
 def test_another_folder_of_the_same_type_keeps_its_own_class(tmp_path: Path) -> None:
-    load(own_folder(tmp_path / "m"), trust_remote_code=True)
+    folder = own_folder(tmp_path / "m")
+    code = (folder / "own.py").read_text("utf-8").replace("config_class = OwnConfig", "")
+    (folder / "own.py").write_text(code, "utf-8")
+    change_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"})
+    model = load(folder, trust_remote_code=True).model
+    assert type(model).__name__ == "OwnForCausalLM"
+    assert type(model.config) is transformers.LlamaConfig
     plain = own_folder(tmp_path / "plain")
     change_json(plain / "config.json", auto_map=None, architectures=None)
     assert type(load(plain).model).__name__ == "LlamaForCausalLM"
