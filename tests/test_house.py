@@ -32,14 +32,14 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 4_050,
+    "checkpoints": 5_200,
     "cli": 1_950,
     "diagnosis": 13_100,
     "function": 3_000,
     "huggingface": 900,
     "identify": 5_450,
     "layers": 4_050,
-    "layouts": 4_550,
+    "layouts": 4_760,
     "masks": 2_400,
     "matrix": 2_400,
     "models": 700,
@@ -47,7 +47,7 @@ MOST_LINES_OF_A_ROOM = {
     "scanning": 9_600,
     "sharding": 2_800,
     "study": 4_950,
-    "support": 1_050,
+    "support": 1_130,
     "surgery": 4_300,
 }
 # Letters of a module's name, which is read with its folder.
@@ -304,6 +304,8 @@ def test_rooms_do_not_use_the_door() -> None:
 
 # file or room -> why it imports modules by names that stand in data
 DYNAMIC_IMPORTS = {
+    "checkpoints/skeleton.py": "transformers' way to place stored tensors, where it is installed",
+    "checkpoints/transformers.py": "classes that transformers does not export",
     "layouts/registry.py": "families of layouts, loaded when one is named",
     "study": "questions, loaded when one is asked",
     "support/lazy.py": "rooms, packages that are not declared, and what draws",

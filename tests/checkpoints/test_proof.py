@@ -205,6 +205,18 @@ def test_what_cannot_be_proved_says_why(tmp_path: Path, monkeypatch: pytest.Monk
             load_attention(path, config=config)
 
 
+def test_a_proof_that_memory_has_no_room_for_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _store("llama", tmp_path)
+    size = 4 * 8 * 10 * 36 * (6 + 2 + 2 + 6)  # four projections of heads, kv heads and outputs
+    monkeypatch.setattr(loads, "available_memory", lambda: size - 1)
+    layer = load_attention(path)
+    assert layer.proof == "not proved: a proof takes 184 kB, and 184 kB are left"
+    monkeypatch.setattr(loads, "available_memory", lambda: size)
+    assert load_attention(path).proof.startswith("proved")
+
+
 def test_blocks_that_would_cost_much_are_passed_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_plain_transformers_loads_the_smaller_model(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("checked_here")
 def test_a_dry_run_writes_the_effects_alone(
     folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_mean_without_a_place_is_refused_before_the_work(data: Path, tmp_path:
     assert error.lines(output.option_text)[2] == "--repair zero"
 
 
+@pytest.mark.usefixtures("checked_here")
 def test_a_model_with_one_kv_head_loses_query_heads(data: Path, tmp_path: Path) -> None:
     sizes = SHARP | {"num_attention_heads": 4, "num_key_value_heads": 1}
     folder = stored(tmp_path / "one", FAMILIES["llama"](**sizes))
@@ -158,6 +160,7 @@ def test_a_number_of_heads_that_the_class_refuses_names_those_that_fit(
 
 
 @pytest.mark.parametrize("form", others_extra(["full", "headwise"]))
+@pytest.mark.usefixtures("checked_here")
 def test_the_two_ways_on(folders: dict[str, Path], data: Path, tmp_path: Path, form: str) -> None:
     out = tmp_path / "new"
     text = run(folders["bert"], "--data", data, "--out", out, "--form", form, "--json")
@@ -169,6 +172,7 @@ def test_the_two_ways_on(folders: dict[str, Path], data: Path, tmp_path: Path, f
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("checked_here")
 def test_an_interrupted_run_goes_on(
     folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

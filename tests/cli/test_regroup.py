@@ -67,6 +67,7 @@ def test_plain_transformers_loads_fewer_kv_heads(
 
 
 @pytest.mark.extra
+@pytest.mark.usefixtures("checked_here")
 def test_a_class_without_kv_heads_has_copies(
     folders: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_number_that_does_not_divide_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("checked_here")
 def test_without_a_text_sentences_of_the_package_are_used(tmp_path: Path) -> None:
     """The tokenizer knows letters, so that all sentences differ."""
     from tokenizers import Tokenizer, models, pre_tokenizers

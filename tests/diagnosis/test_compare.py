@@ -17,7 +17,7 @@ from headwise.identify.results import Verdict
 from headwise.layers.distance import Alibi
 from headwise.testing import assert_same_function
 from tests.diagnosis.test_stopped import interrupt_at
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 
 WIDTH, HEADS = 40, 5
 
@@ -170,14 +170,9 @@ def test_inputs_are_longer_than_a_known_window() -> None:
     assert (cause.name, cause.parameters) == ("window off by one", {"window": 64})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "without"),
-    [
-        ((63, 0), (None, 0)),
-        pytest.param((70, None), None, marks=pytest.mark.slow),
-        pytest.param((3, 12), (3, None), marks=pytest.mark.slow),
-    ],
+    others_extra([((63, 0), (None, 0)), ((70, None), None), ((3, 12), (3, None))]),
 )
 def test_a_function_without_the_window_of_a_layer_differs(window: object, without: object) -> None:
     a, b = pair({"window": without}, {"window": window})
@@ -251,13 +246,14 @@ PORTS: dict[str, Callable[[Attention, Tensor, Tensor | None, Tensor | None], Ten
     ),
     "the source ignored": lambda b, x, s, m: b(x, None, mask=mask_of(m)),
 }
+SEARCHED = ("right", "the mask ignored", "causal in place of the mask")
 
 
 @pytest.mark.parametrize(
     ("name", "is_searched"),
     [
         *((name, False) for name in PORTS),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in PORTS),
+        *others_extra([(name, True) for name in PORTS], *((name, True) for name in SEARCHED)),
     ],
 )
 def test_a_function_that_ignores_an_argument_differs(name: str, is_searched: bool) -> None:

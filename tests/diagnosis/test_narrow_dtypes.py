@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise import Attention, compare
 from headwise.identify.results import Verdict
 from tests.diagnosis.among import compare_among
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM = 40, 6, 2, 10
 NEAR = (
@@ -71,11 +71,8 @@ def by_head(known: Attention, x: Tensor, mask: Tensor | None = None) -> Tensor:
     return output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize(
-    "port", [by_head, *(pytest.param(each, marks=pytest.mark.slow) for each in (fused, in_steps))]
-)
+@pytest.mark.parametrize("dtype", others_extra(NARROW))
+@pytest.mark.parametrize("port", others_slow([by_head, fused, in_steps]))
 def test_a_right_port_is_the_same(port: Port, dtype: torch.dtype) -> None:
     for seed in range(3):
         known = layer(dtype, seed)

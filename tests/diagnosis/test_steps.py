@@ -13,6 +13,7 @@ from headwise.diagnosis.simulation.model import Inputs
 from headwise.errors import OptionError
 from headwise.identify import Diagnosis, Verdict
 from tests.diagnosis.among import compare_among
+from tests.quick import others_extra
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 40, 4, 2, 6, 4
 State = tuple[Tensor, Tensor, int]
@@ -216,12 +217,13 @@ FAULTS: tuple[tuple[type[Port], str, dict[str, Any]], ...] = (
     (HidesNoLaterKey, "causal mask missing", {"calls": "with a cache"}),
     (WindowOfTheCacheAlone, "window off by one", {"window": "all keys of the cache and the call"}),
 )
+# Ports whose cause `make check` tries by another port.
+FURTHER = (KeepsTheLastCall, KeepsNothing, AlignsToTheFirstKeyOfAWindow, IsOneTooFar)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("port", "name", "parameters"),
-    FAULTS,
+    others_extra(FAULTS, *(fault for fault in FAULTS if fault[0] not in FURTHER)),
 )
 def test_a_fault_of_calls_with_a_cache(
     port: type[Port], name: str, parameters: dict[str, Any]

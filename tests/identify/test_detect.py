@@ -30,6 +30,7 @@ def stored(of: Layout, canonical: list[State]) -> State:
         template = next(iter(of.where.values()), "blocks.{layer}.attention.")
         prefix = template.format_map({"layer": number, **dict.fromkeys(SLOTS, 0)})
         found |= {prefix + name: x for name, x in of.pack(state, **width_of(of)).items()}
+        found |= {prefix + name: torch.ones(1) for name in of.marks}
     return found
 
 

@@ -1,4 +1,7 @@
-"""Encoders of text and of speech: the real classes of transformers, and the files they write."""
+"""Encoders of text and of speech: the real classes of transformers, and the files they write.
+
+ESM's own class is tested on request: pip install -e ".[dev,libraries]".
+"""
 
 from typing import Any
 
@@ -6,16 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import Rotary
-from tests.layouts.real import BATCH, LENGTH, Real, assert_same_function, inputs
+from headwise import Mask, Rotary
+from headwise.layouts.plan import convert
+from tests.layouts.real import BATCH, LENGTH, Real, assert_same_function, inputs, sharpen
 from tests.layouts.stored import (
     HEADS,
     ROTATED,
     SINGLE,
     VOCABULARY,
     WIDTHS,
+    file_of,
     left_open,
     model_of,
+    own_tensors,
     within,
     written,
 )
@@ -80,6 +86,34 @@ def esm() -> Real:
     return Real(written(model, "esm", layer=1), x, outputs, SIX_ROTATED, unit=SINGLE)
 
 
+@torch.no_grad()
+def esm_meta() -> Real:
+    library = pytest.importorskip("esm.multihead_attention")
+    layer = library.MultiheadAttention(60, 6, self_attention=True, use_rotary_embeddings=True)
+    layer = layer.double().eval()
+    sharpen(layer)
+    x = inputs(60)
+    turned = x.transpose(0, 1)
+    outputs = layer(turned, turned, turned)[0].transpose(0, 1)
+    return Real(own_tensors(layer, "esm-meta"), x, outputs, SIX_ROTATED, unit=SINGLE)
+
+
+def longformer() -> Real:
+    """Without global tokens, whose projections the layer has none of."""
+    model = model_of("Longformer", **WIDTHS, vocab_size=VOCABULARY, attention_window=[8, 8])
+    x, none = inputs(40), torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    outputs = in_two(
+        within(model, "layer.1.attention"),
+        x,
+        attention_mask=none.double(),
+        is_index_masked=none,
+        is_index_global_attn=none,
+        is_global_attn=False,
+    )
+    state = written(model, "longformer", layer=1)
+    return Real(state, x, outputs, HEADS, mask=Mask.window(4, 4), unit=SINGLE)
+
+
 def deberta(kind: str, name: str) -> Real:
     model = model_of(kind, **WIDTHS, vocab_size=VOCABULARY, relative_attention=False)
     x = inputs(40)
@@ -135,6 +169,8 @@ CASES = {
     "distilbert": distilbert,
     "mpnet": mpnet,
     "esm": esm,
+    "esm-meta": esm_meta,
+    "longformer": longformer,
     "deberta": lambda: deberta("Deberta", "deberta"),
     "deberta-v2": lambda: deberta("DebertaV2", "deberta-v2"),
     "modernbert": modernbert,
@@ -143,7 +179,7 @@ CASES = {
     "wav2vec2": wav2vec2,
 }
 # What these say of their function, and the module is not given; in the check it is 0.
-OPEN = {"xlnet": ("score_bias",), "mpnet": ("score_bias",)}
+OPEN = {"xlnet": ("score_bias",), "mpnet": ("score_bias",), "longformer": ("window",)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -154,3 +190,19 @@ def test_same_function(name: str) -> None:
 @pytest.mark.parametrize("kind", ["Roberta", "Electra"])
 def test_those_that_share_berts_names(kind: str) -> None:
     assert_same_function("bert", bert_of(kind))
+
+
+def test_a_whole_bert_becomes_the_file_of_tensorflow_and_comes_back() -> None:
+    stored = file_of(model_of("Bert", **WIDTHS, vocab_size=VOCABULARY))
+    made = convert(stored, "bert", "bert-tensorflow", heads=8)
+    layer = "encoder/layer_1"
+    norm = {f"{layer}/output/LayerNorm/{end}" for end in ("gamma", "beta")}
+    assert norm | {"embeddings/word_embeddings", "pooler/dense/kernel"} <= made.keys()
+    assert not any("." in name for name in made)
+    up, theirs = "intermediate/dense/kernel", "intermediate.dense.weight"
+    assert torch.equal(made[f"{layer}/{up}"], stored[f"encoder.layer.1.{theirs}"].mT)
+    back = convert(
+        {f"bert/{name}": x for name, x in made.items()}, "bert-tensorflow", "bert", heads=8
+    )
+    assert back.keys() == {f"bert/{name}" for name in stored}
+    assert all(torch.equal(back[f"bert/{name}"], x) for name, x in stored.items())

@@ -1,6 +1,9 @@
 """Layers of JAX and of Keras. They are no part of the development environment: on request only,
 
 pip install -e ".[dev,jax]" && python -m pytest tests/layouts/test_real_jax.py
+
+Gemma's first release runs beside them: pip install --no-deps gemma-llm. What runs with TensorFlow 1
+or is no package is written after its source, and needs none of these.
 """
 
 import os
@@ -12,13 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise import Mask
-from tests.layouts.real import LENGTH, Real, assert_same_function, inputs
+from headwise import Mask, Rotary
+from headwise.layers import QKNorm
+from tests.layouts.real import BATCH, LENGTH, Real, assert_same_function, inputs
 
 # What these libraries warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 EMBED, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, OUT = 40, 12, 3, 10, 7, 44
+SINGLE = torch.finfo(torch.float32).eps  # of the angles in the layer
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
 
@@ -152,6 +157,121 @@ def equinox() -> Real:
     return Real(state, x, tensor_of(outputs), {"num_heads": HEADS}, mask=Mask.causal())
 
 
+def gemma(kv_heads: int) -> Real:
+    """Of the first release, which runs one kv head, or as many as heads."""
+    jax = jax_in_double()
+    library = pytest.importorskip("gemma.modules")
+    layer = library.Attention(HEADS, kv_heads, EMBED, HEAD_DIM)
+    x = inputs(EMBED)
+    places = torch.arange(LENGTH).expand(BATCH, -1).numpy()
+    mask = CAUSAL.expand(BATCH, -1, -1).numpy()
+    params = layer.init(jax.random.key(0), x.numpy(), places, None, mask)["params"]
+    state = drawn({f"{name}.w": p["w"].shape for name, p in params.items()})
+    tree = {name: {"w": state[f"{name}.w"].numpy()} for name in params}
+    _, outputs = layer.apply({"params": tree}, x.numpy(), places, None, mask)
+    options = {"num_heads": HEADS, "num_kv_heads": kv_heads, "scale": None, "rotary": Rotary()}
+    return Real(state, x, tensor_of(outputs), options, Mask.causal(), SINGLE)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True) -> Tensor:
+    """Attention of (batch, length, heads, head_dim), where kv heads may be fewer."""
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    if is_causal:
+        scores = scores.masked_fill(~CAUSAL, -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+def phases() -> Tensor:
+    turns = 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+    return torch.outer(torch.arange(LENGTH, dtype=torch.float64), turns)[:, None]
+
+
+def turn_neighbours(x: Tensor) -> Tensor:
+    a, b, cos, sin = x[..., ::2], x[..., 1::2], phases().cos(), phases().sin()
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+
+
+def turn_halves(x: Tensor) -> Tensor:
+    (a, b), cos, sin = x.chunk(2, dim=-1), phases().cos(), phases().sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def easylm() -> Real:
+    width = {"wq": HEADS, "wk": KV_HEADS, "wv": KV_HEADS}
+    state = drawn({f"{name}.kernel": (EMBED, n * HEAD_DIM) for name, n in width.items()})
+    state |= drawn({"wo.kernel": (HEADS * HEAD_DIM, EMBED)})
+    x = inputs(EMBED)
+    q, k, v = ((x @ state[f"{name}.kernel"]).unflatten(-1, (-1, HEAD_DIM)) for name in width)
+    outputs = attend(turn_neighbours(q), turn_neighbours(k), v).flatten(2) @ state["wo.kernel"]
+    options = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "rotary": Rotary()}
+    return Real(state, x, outputs, options, Mask.causal(), SINGLE)
+
+
+def gemma3() -> Real:
+    state = drawn(
+        {
+            "q_einsum.w": (HEADS, EMBED, HEAD_DIM),
+            "kv_einsum.w": (2, KV_HEADS, EMBED, HEAD_DIM),
+            "attn_vec_einsum.w": (HEADS, HEAD_DIM, EMBED),
+            "_query_norm.scale": (HEAD_DIM,),
+            "_key_norm.scale": (HEAD_DIM,),
+        }
+    )
+    x = inputs(EMBED)
+    q = torch.einsum("btd,ndh->btnh", x, state["q_einsum.w"])
+    k, v = torch.einsum("bsd,ckdh->cbskh", x, state["kv_einsum.w"])
+    q, k = (
+        turn_halves(
+            t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + state[f"{name}.scale"])
+        )
+        for t, name in ((q, "_query_norm"), (k, "_key_norm"))
+    )
+    outputs = torch.einsum("btnh,nhd->btd", attend(q, k, v), state["attn_vec_einsum.w"])
+    options = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "scale": None, "rotary": Rotary()}
+    options["qk_norm"] = QKNorm(one_plus=True)
+    return Real(state, x, outputs, options, Mask.causal(), SINGLE)
+
+
+def bert_of_tensorflow() -> Real:
+    wide = HEADS * HEAD_DIM
+    names = ("self/query", "self/key", "self/value", "output/dense")
+    state = drawn({f"{name}/kernel": (wide, wide) for name in names})
+    state |= drawn({f"{name}/bias": (wide,) for name in names})
+    x = inputs(wide)
+    q, k, v = (
+        (x @ state[f"{name}/kernel"] + state[f"{name}/bias"]).unflatten(-1, (HEADS, HEAD_DIM))
+        for name in names[:3]
+    )
+    heads = attend(q, k, v, is_causal=False).flatten(2)
+    outputs = heads @ state["output/dense/kernel"] + state["output/dense/bias"]
+    return Real(state, x, outputs, {"num_heads": HEADS})
+
+
+def gpt2_of_tensorflow() -> Real:
+    wide = HEADS * HEAD_DIM
+    state = drawn({"c_attn/w": (1, wide, 3 * wide), "c_proj/w": (1, wide, wide)})
+    state |= drawn({"c_attn/b": (3 * wide,), "c_proj/b": (wide,)})
+    x = inputs(wide)
+    split = (x @ state["c_attn/w"][0] + state["c_attn/b"]).split(wide, dim=-1)
+    q, k, v = (t.unflatten(-1, (HEADS, HEAD_DIM)) for t in split)
+    outputs = attend(q, k, v).flatten(2) @ state["c_proj/w"][0] + state["c_proj/b"]
+    return Real(state, x, outputs, {"num_heads": HEADS}, Mask.causal())
+
+
+WRITTEN = {
+    "easylm": easylm,
+    "gemma3-jax": gemma3,
+    "bert-tensorflow": bert_of_tensorflow,
+    "gpt2-tensorflow": gpt2_of_tensorflow,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_written_after_its_source(name: str) -> None:
+    assert_same_function(name, WRITTEN[name]())
+
+
 def tensor_of(array: Any) -> Tensor:
     return torch.tensor(array.__array__())
 
@@ -162,6 +282,8 @@ CASES = {
     "flax": flax,
     "haiku": haiku,
     "equinox": equinox,
+    "gemma-jax": lambda: gemma(1),
+    "gemma-jax-mha": lambda: gemma(HEADS),
 }
 
 

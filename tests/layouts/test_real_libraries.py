@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Mask, Rotary
+from headwise.layers import QKNorm
 from tests.layouts.captured import DIVIDED, GROUPED, SINGLE, THETA, angles, captured, model_of
 from tests.layouts.real import BATCH, LENGTH, Real, assert_same_function, inputs, sharpen
+from tests.layouts.stored import left_open
 
 # What these libraries warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -290,6 +292,52 @@ def litgpt(*, is_legacy: bool) -> Real:
     x = inputs(48)
     turned = GROUPS | {"rotary": Rotary(theta=THETA, width=10), "scale": None}
     return Real(state, x, layer(x, cos[None], sin[None]), turned, Mask.causal(), SINGLE)
+
+
+class FluxAttention(nn.Module):
+    """Flux's, of one of its two streams: RMS norms of each head, then neighbours that turn."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        norms = {name: nn.Module() for name in ("query_norm", "key_norm")}
+        for norm in norms.values():
+            norm.scale = nn.Parameter(torch.ones(dim // heads))
+        self.norm = nn.ModuleDict(norms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        turns = torch.outer(torch.arange(LENGTH), Rotary(theta=THETA).frequencies(10)).double()
+        waves = torch.polar(torch.ones_like(turns), turns)
+        q, k = (
+            t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * self.norm[name].scale
+            for t, name in zip(split, ("query_norm", "key_norm"), strict=False)
+        )
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (5, 2))) * waves).flatten(-2)
+            for t in (q, k)
+        )
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        outputs: Tensor = self.proj((weights @ split[2]).transpose(1, 2).flatten(2))
+        return outputs
+
+
+@torch.no_grad()
+def test_flux_written_after_its_source() -> None:
+    layer, x = FluxAttention(120, 12).double(), inputs(120)
+    sharpen(layer)
+    options = HEADS | {"rotary": Rotary(theta=THETA), "qk_norm": QKNorm(eps=1e-6)}
+    real = Real(weights_of(layer), x, layer(x), options, unit=SINGLE)
+    assert_same_function(left_open("flux", "rotary"), real)
+
+
+def test_tensorrt_llm_has_llamas_rows_one_after_the_other() -> None:
+    model = model_of("LlamaConfig", **(GROUPED | angles()))
+    real = captured(model, "layers.0.self_attn", options=TURNED | {"scale": None})
+    rows = [real.state[f"{letter}_proj.weight"] for letter in "qkv"]
+    state = {"qkv.weight": torch.cat(rows), "dense.weight": real.state["o_proj.weight"]}
+    assert_same_function("tensorrt-llm", replace(real, state=state))
 
 
 def mlx() -> Real:

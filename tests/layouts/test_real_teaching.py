@@ -78,6 +78,33 @@ class NanoAttention(nn.Module):
         return out
 
 
+class MinAttention(nn.Module):
+    """The older layer of minGPT: three linear layers, and a causal mask among its buffers."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.key, self.query, self.value, self.proj = (
+            nn.Linear(embed_dim, embed_dim) for _ in range(4)
+        )
+        self.register_buffer("mask", torch.ones(1, 1, LENGTH, LENGTH).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = (f(x).unflatten(-1, (self.num_heads, -1)) for f in (self.query, self.key))
+        q, k = (y.transpose(1, 2) for y in split)
+        v = self.value(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(self.mask == 0, -1e10)
+        out: Tensor = self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return out
+
+
+def test_the_older_layer_of_mingpt_written_after_its_source() -> None:
+    layer, x = MinAttention(40, 8).double(), inputs(40)
+    sharpen(layer)
+    real = Real(own_tensors(layer, "mingpt"), x, layer(x).detach(), HEADS, mask=Mask.causal())
+    assert_same_function("mingpt", real)
+
+
 class NanoBlock(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int, hidden_dim: int) -> None:
         super().__init__()

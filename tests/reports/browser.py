@@ -35,6 +35,18 @@ FLAGS = (
 NOTHING_LIT = "#t=none"  # the address of a page's first view without a token
 SECONDS = 60  # until a condition must hold: a page on a busy machine may start 40 times slower
 READY = "performance.getEntriesByName('headwise-ready').length > 0"
+# Counts in ``drawings`` how often the viewer is drawing: each change of the state draws it later.
+COUNT_DRAWINGS = """(() => {
+  if (window.drawings !== undefined || !window.headwise) return;
+  const app = headwise.app, refresh = app.refresh.bind(app);
+  window.drawings = 0;
+  app.refresh = async () => {
+    window.drawings += 1;
+    try { await refresh(); } finally { window.drawings -= 1; }
+  };
+})()"""
+# What scrolls and what takes the focus does so in the next frame.
+TWO_FRAMES = "new Promise((end) => requestAnimationFrame(() => requestAnimationFrame(() => end())))"
 
 
 @dataclass
@@ -60,8 +72,14 @@ class Opened:
         self.page.evaluate("headwise.app.load().then(() => null)")
 
     def wait(self, until: str) -> None:
-        """Wait until a condition holds of the state ``s``."""
-        self.poll(f"(() => {{ const s = headwise.state(); return {until}; }})()")
+        """Wait until a condition holds of the state ``s``, and the page has drawn that state."""
+        held = f"!window.drawings && ({until})"
+        self.poll(f"(() => {{ const s = headwise.state(); return {held}; }})()")
+
+    def settle(self) -> None:
+        """Wait until the page has drawn its state, has scrolled and has moved the focus."""
+        self.wait("true")
+        self.page.evaluate(TWO_FRAMES)
 
     def poll(self, condition: str) -> None:
         """Wait until a condition holds. Asked from outside: the page's policy forbids eval."""
@@ -106,6 +124,7 @@ class Chromium:
             page.goto(path.as_uri() + address)
             if waits and options.get("script", True):
                 opened.poll(READY)
+                page.evaluate(COUNT_DRAWINGS)
             yield opened
             for event, listener in listeners.items():
                 page.remove_listener(event, listener)

@@ -121,15 +121,15 @@ def test_c_begins_and_escape_leaves(opened: Opened) -> None:
     page.click('[data-id="0.1"]')
     opened.wait(HEAD.format(0, 1))
     page.keyboard.press("c")
-    opened.poll("headwise.app.isChoosing")
+    opened.wait("headwise.app.isChoosing")
     assert page.get_attribute("[data-part=compare-with]", "aria-pressed") == "true"
     page.keyboard.press("ArrowRight")
     opened.poll(FOCUS.format("id", "0.2"))
     page.keyboard.press("Escape")
-    opened.poll("!headwise.app.isChoosing")
+    opened.wait("!headwise.app.isChoosing")
     assert opened.state()["other"] is None
     page.keyboard.press("c")
-    opened.poll("headwise.app.isChoosing")
+    opened.wait("headwise.app.isChoosing")
     page.click('[data-id="2.4"]')
     opened.wait("s.other !== null && s.other.layer === 2 && s.other.head === 4")
     assert (opened.state()["layer"], opened.state()["head"]) == (0, 1)
@@ -280,7 +280,7 @@ VIEWS = {
 def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str, view: str) -> None:
     with browser.open(path, color_scheme=scheme) as opened:
         opened.page.evaluate(VIEWS[view])
-        opened.page.wait_for_timeout(100)
+        opened.settle()
         assert violations(opened) == []
 
 
@@ -317,10 +317,10 @@ def test_cards_out_of_sight_are_a_button_away(browser: Chromium, tmp_path: Path)
         for _ in range(4):
             if on.is_enabled():
                 on.click()
-                page.wait_for_timeout(100)
+                opened.settle()
         assert (is_seen(first), is_seen(last), on.is_enabled()) == (False, True, False)
         back.click()
-        page.wait_for_timeout(100)
+        opened.settle()
         assert back.is_enabled() or is_seen(first)
         first.focus()
         for _ in range(page.locator(".way").count() - 1):

@@ -82,7 +82,7 @@ def test_cards_are_one_row_that_scrolls(browser: Chromium, path: Path, width: in
 def test_on_a_phone_the_text_stays_in_sight(browser: Chromium, path: Path, tab: str) -> None:
     with browser.open(path, width=390, height=844) as opened:
         opened.do(f"headwise.app.set({{ tab: '{tab}', token: 7 }})", f"s.tab === '{tab}'")
-        opened.page.wait_for_timeout(100)
+        opened.settle()
         part = {"heads": "[data-part=grid] .cells", "map": "[data-part=map] canvas"}[tab]
         for each in (part, ".text .summary", ".text .scroller"):
             assert is_inside(box(opened, each), 390, 844), each
@@ -202,7 +202,7 @@ def test_no_cell_shows_left_of_the_number_of_its_layer(browser: Chromium, large:
         opened.do("headwise.app.set({ tab: 'heads' })", "s.tab === 'heads'")
         cells = opened.page.locator("[data-part=grid] .cells")
         cells.evaluate("(all) => { all.scrollLeft = 60; }")
-        opened.page.wait_for_timeout(60)
+        opened.settle()
         left, top, _, bottom = box(opened, "[data-part=grid] .cells .row:nth-child(2) .number")
         edge = cells.bounding_box()
         assert edge is not None
@@ -299,7 +299,7 @@ def test_no_text_is_cut(browser: Chromium, worded: Path, width: int, height: int
             opened.page.evaluate(script)
             for tab in tabs:
                 opened.do(f"headwise.app.set({{ tab: '{tab}' }}, 'replace')", f"s.tab === '{tab}'")
-                opened.page.wait_for_timeout(60)
+                opened.settle()
                 cut = opened.page.evaluate(CUT_TEXTS)
                 faults |= {f"{name}, {tab}: {each}" for each in cut}
         assert opened.complaints == []

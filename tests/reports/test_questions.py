@@ -103,7 +103,7 @@ class Reader:
         else:
             self.go_to(selector)
             self.page.keyboard.press("Enter")
-            self.page.wait_for_timeout(100)  # the focus may move
+            self.opened.settle()  # the focus may move
 
     def go_to(self, selector: str) -> None:
         """Move the focus by Tab, and within a group by arrow keys."""
@@ -306,7 +306,7 @@ def test_where_do_these_words_stand(
         reader.actions += 1
         reader.page.keyboard.type(typed)
         reader.opened.wait(f"s.search === {typed!r}")
-        reader.page.wait_for_timeout(100)
+        reader.opened.settle()
         said = reader.text_of(".search [role=status]")
         if begins is not None:
             reader.actions += 1

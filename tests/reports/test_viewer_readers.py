@@ -174,8 +174,7 @@ PRINTED: dict[str, Callable[[], str]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", PRINTED)
+@pytest.mark.parametrize("case", others_extra(PRINTED, "viewer", "1,024 heads", "static"))
 def test_print_takes_at_most_four_pages(browser: Chromium, tmp_path: Path, case: str) -> None:
     path = tmp_path / "page.html"
     path.write_text(PRINTED[case](), "utf-8")

@@ -141,7 +141,8 @@ PEAK = """
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from headwise.scanning.plan import estimate_scan, process_memory, record_call_sizes
+from headwise.scanning.plan import estimate_scan, record_call_sizes
+from headwise.support.memory import process_memory
 from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
 from headwise.models.tiny import Tiny
 from headwise.scanning._scan import scan

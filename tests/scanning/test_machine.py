@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from headwise.scanning.plan import available_memory, process_memory
+from headwise.support.memory import available_memory, process_memory
 
 GROUP = "proc/self/cgroup"
 

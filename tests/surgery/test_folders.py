@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from headwise.errors import OptionError
 from headwise.surgery import Cut, check_folder, cut_model, load, plan_folder, write
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.surgery.families import FAMILIES, WIDTH_BOUND, inputs_of, output_of, whole, without
 
 GONE = [2, 3]  # a group of the families with groups
@@ -144,8 +144,9 @@ def test_the_plan_counts_the_bytes_of_the_file(written: dict[str, Path]) -> None
     assert str(plan).endswith("plain transformers loads the folder")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "form"), [("llama", "plain"), ("bert", "headwise")])
+@pytest.mark.parametrize(
+    ("family", "form"), others_extra([("bert", "headwise"), ("llama", "plain")])
+)
 def test_a_check_in_a_new_process(
     family: str, form: Any, written: dict[str, Path], tmp_path: Path
 ) -> None:

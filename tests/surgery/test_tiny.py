@@ -47,7 +47,7 @@ def test_gradients_keep_the_heads_that_copy() -> None:
     assert_stays(plan.gone)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_half_of_the_heads_copy_what_all_copied(pruned: Pruning) -> None:
     assert pruned.plan.choice.kept() == 16
     assert_stays(pruned.plan.gone)
@@ -62,7 +62,7 @@ def test_half_of_the_heads_copy_what_all_copied(pruned: Pruning) -> None:
     assert second < first / 2
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_that_head_copies_more_than_the_sixteen_that_go(pruned: Pruning) -> None:
     model = tiny.load()
     head = MEASURED["induction"]
@@ -72,7 +72,7 @@ def test_that_head_copies_more_than_the_sixteen_that_go(pruned: Pruning) -> None
     assert losses(model)[1] > 2 * losses(pruned.model)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_curve_is_that_of_the_documentation(pruned: Pruning) -> None:
     drawn, shown = curve_of(pruned), IMAGES.joinpath("tiny.svg").read_text("utf-8")
     assert NUMBER.sub("#", drawn) == NUMBER.sub("#", shown), "look, then: make pictures"

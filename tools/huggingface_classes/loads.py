@@ -20,6 +20,7 @@ from headwise.checkpoints import load_attention
 from headwise.checkpoints.config import layout_name
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.errors import HeadwiseError
+from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts.modules import find_modules
 from headwise.scanning.call import CapturedCall
@@ -43,7 +44,8 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
         model.save_pretrained(folder)
         opened = open_checkpoint(folder, dict.fromkeys(COUNTS))
         prefixes = list(_prefixes(opened))[:MOST]
-        calls = _calls(model, given)
+        # What transformers reads from the folder, where a null of the config may be a default.
+        calls = _calls(type(model).from_pretrained(folder).eval(), given)
         outcomes = [_outcome(folder, prefix, calls) for prefix in prefixes]
     if not outcomes:
         obstacle = registry.find_obstacle(opened.source.headers)
@@ -80,22 +82,40 @@ def _calls(model: nn.Module, given: dict[str, Any]) -> list[CapturedCall]:
     return calls
 
 
+def _shorten(words: str, folder: Path) -> str:
+    """The reason without the folder, and what all unknown types have."""
+    words = words.replace(f"{folder}/", "").replace(f"{folder} ", "")
+    return words.rpartition("catalogue lacks; ")[2].removeprefix("not proved: ")[:200]
+
+
+def _has_output_of(layer: Attention, call: CapturedCall) -> bool:
+    """True if a call is of this layer: towers have layers of one name."""
+    heads = layer.out_proj.weight.mT.unflatten(0, (layer.num_heads, layer.value_dim))
+    return call.out_proj is not None and torch.equal(heads, call.out_proj)
+
+
 def _outcome(folder: Path, prefix: str, calls: Iterable[CapturedCall]) -> tuple[str, str]:
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             layer = load_attention(folder, prefix=prefix)
     except HeadwiseError as error:
-        return REFUSED, error.saw
+        return REFUSED, _shorten(error.saw, folder)
     if not layer.proof.startswith("proved"):
-        return UNPROVED, layer.proof
+        return UNPROVED, _shorten(layer.proof, folder)
     if any("right for text without images" in str(each.message) for each in warned):
         return LOADED, ""  # it says that pictures give other numbers
     name = prefix.rstrip("./")
     for call in calls:
         theirs = call.outputs if call.mixed is None else None
         is_same = call.layer.endswith(name) or name.endswith(call.layer)
-        if not is_same or theirs is None or call.state is None or call.is_cross:
+        if (
+            not is_same
+            or not _has_output_of(layer, call)
+            or theirs is None
+            or call.state is None
+            or call.is_cross
+        ):
             continue
         if call.state.dim() != 3 or call.state.shape[:2] != (theirs.shape[0], theirs.shape[2]):
             continue

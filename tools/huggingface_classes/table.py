@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from tools.huggingface_classes import stored, trial
+from tools.huggingface_classes import loads, stored, trial
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "huggingface.json"
@@ -57,6 +57,10 @@ How to read it:
   config alone, where the layers could not be compared. Of several that are one map, the first is
   named. Nothing stands there where the catalogue knows none, or several, one for each part. In no
   row does a run contradict the config.
+- **Loads** is what `load_attention` makes of the stored layers. Each load is proved against the
+  class; here the layer is compared once more, with what a run of the whole model shows of it.
+  {loaded} types load in all modules that a layout has whole, {some} in some of them, and none with
+  other numbers. The others are refused, for the reason that is named.
 """
 
 SECTIONS = (
@@ -127,6 +131,8 @@ def page(found: dict[str, Any]) -> str:
         version=found["versions"]["transformers"],
         types=len(found["rows"]),
         all=counts[trial.ALL],
+        loaded=sum(row.get("loads") == loads.LOADED for row in found["rows"]),
+        some=sum(row.get("loads") == loads.SOME for row in found["rows"]),
         by_run=sum(row.get("layout_by") == stored.BY_RUN for row in found["rows"]),
         by_config=sum(row.get("layout_by") == stored.BY_CONFIG for row in found["rows"]),
         counts="\n".join(
@@ -150,7 +156,7 @@ def _section(verdict: str, title: str, words: str, found: list[dict[str, Any]]) 
     is_scanned = verdict in (trial.ALL, trial.PART, trial.DIFFERS)
     columns = ["Class", "Model type"]
     columns += ["Layers", "Through", "Error"] if is_scanned else []
-    columns += ["Layout"] if is_scanned or verdict == trial.REFUSED else []
+    columns += ["Layout", "Loads"] if is_scanned or verdict == trial.REFUSED else []
     columns += [] if verdict == trial.NO_CLASS else ["Idle, or missed" if is_scanned else "Reason"]
     lines = [f"## {title}", "", *([words, ""] if words else [])]
     lines += [_line(columns), _line(["---"] * len(columns))]
@@ -159,7 +165,7 @@ def _section(verdict: str, title: str, words: str, found: list[dict[str, Any]]) 
         if is_scanned:
             cells += [_layers(row), ", ".join(row.get("reached", ())), _ratio(row)]
         if is_scanned or verdict == trial.REFUSED:
-            cells.append(_layout(row))
+            cells += [_layout(row), _loads(row)]
         if verdict != trial.NO_CLASS:
             cells.append(_words(row))
         lines.append(_line(cells))
@@ -184,6 +190,11 @@ def _layout(row: dict[str, Any]) -> str:
     return "" if not name else linked if row["layout_by"] == stored.BY_RUN else f"({linked})"
 
 
+def _loads(row: dict[str, Any]) -> str:
+    outcome, reason = row.get("loads", ""), _escape(row.get("loads_not", ""))
+    return "yes" if outcome == loads.LOADED else f"{outcome}: {reason}".strip(": ")
+
+
 def _words(row: dict[str, Any]) -> str:
     """The reason, and what else ran or did not."""
     first = row.get("reason", "").split("; ")[0].partition(" needed: ")[0].removeprefix(": ")
@@ -195,5 +206,9 @@ def _words(row: dict[str, Any]) -> str:
         said.append(f"no softmax in {', '.join(row['without_softmax'])}")
     if row.get("idle"):
         said.append(f"idle: {', '.join(row['idle'])}")
-    # A bar or an angle bracket would be read as a table's or as a tag's.
-    return "; ".join(said).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    return _escape("; ".join(said))
+
+
+def _escape(words: str) -> str:
+    """Words in which no bar or angle bracket is read as a table's or as a tag's."""
+    return words.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")

@@ -278,6 +278,8 @@ def merge_stated_counts(
 
 
 def _read_counts(fields: ConfigFields) -> Sizes:
+    if "kv_lora_rank" in fields and fields.get("head_dim") == 0:  # of latent heads, it counts r
+        fields = ConfigFields({**fields, "head_dim": None}, origin=fields.origin)
     counts = {size: _read_first_count(fields, names.split()) for size, names in NAMES.items()}
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         counts["kv_heads"] = 1
@@ -404,6 +406,12 @@ def window_size(config: Config) -> int | None:
     fields = text_config(config)
     names = ("sliding_window", "window_size", "local_attention")
     return next(filter(None, map(fields.count, names)), None)
+
+
+def find_window_field(config: Config) -> int | None:
+    """Return the window of `window_size`, or else the first whole number that is named window."""
+    named = (n for name, n in text_config(config).items() if "window" in name)
+    return window_size(config) or next((n for n in named if isinstance(n, int) and n > 0), None)
 
 
 def window_sides(config: Config, layer: int) -> tuple[int, int | None] | None:

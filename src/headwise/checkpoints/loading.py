@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,25 @@ from headwise.layouts import registry
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule, find_modules, find_unlisted_tensors_of_module
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
-from headwise.support.text import list_some
+from headwise.support.memory import available_memory
+from headwise.support.text import human_bytes, list_some
 
 ROUNDED = (
     " rounds its distance bias to bfloat16 at each position; the layer does not:"
     " the two part from position 257 on, earlier for 16 or more heads"
 )
 # What classes decide for each layer in code, where their config alone does not say it.
-NO_ROTATION, NO_WINDOW, WINDOW, TWO_SIDED = "no rotation", "no window", "a window", "two-sided"
+NO_ROTATION, NO_WINDOW = "no rotation", "no window"
+# Windows of w: w keys up to the query, w / 2 to both sides, or w to both sides.
+WINDOWS: dict[str, Callable[[int], tuple[int, int | None]]] = {
+    "a window": lambda w: (w - 1, None),
+    "a two-sided window": lambda w: (w // 2, w // 2),
+    "a window to each side": lambda w: (w, w),
+}
+COPIES = 4  # of an attention's tensors in float64, that a proof holds at once
 _MAY_LACK = ("rotary", "score_bias", "qk_norm", "clip")  # parts that a layer may lack
-_WINDOWS: tuple[tuple[str, ...], ...] = ((), (NO_WINDOW,), (WINDOW,), (TWO_SIDED,))
-VARIANTS = (*_WINDOWS, *((NO_ROTATION, *words) for words in _WINDOWS))
+_WORDS: tuple[tuple[str, ...], ...] = ((), (NO_WINDOW,), *((word,) for word in WINDOWS))
+VARIANTS = (*_WORDS, *((NO_ROTATION, *words) for words in _WORDS))
 
 
 @explain_arguments(RENAMED_COUNTS)
@@ -69,13 +78,10 @@ def load_attention(
 ) -> Attention:
     """Return one attention layer of a stored model, in the dtype of its file.
 
-    The layout, the counts and the settings that no tensor holds come from the metadata of the file,
-    or else from the config.json beside it. The layer has the rotation, scale, softcap, norms and
-    window of the model. The mask is an argument of the call: a decoder needs ``Mask.causal()``.
-
-    Where transformers has the class of the model, that class runs on several inputs with the same
-    weights, and the layer must give its numbers: the repr of the layer says so. A model_type that
-    the catalogue lacks loads if this proof finds one layout.
+    The settings that no tensor holds come from the metadata of the file, or from its config.json.
+    The mask is an argument of the call: a decoder needs ``Mask.causal()``.
+    Where transformers has the model's class, the layer must give its numbers on several inputs, as
+    the repr says. A model_type that the catalogue lacks loads if one layout does.
 
     Args:
         path: a file of weights, an index, or a folder with them.
@@ -93,27 +99,22 @@ def load_attention(
 
     Raises:
         CheckpointError: the path leads to no weights, or its metadata does not fit its tensors.
-        OptionError: no such layer, a setting of the layer is stated nowhere, or the layer gives
-            other numbers than the class.
+        OptionError: no such layer, a setting is stated nowhere, or other numbers than the class.
     """
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
     opened = open_checkpoint(Path(path), counts, config=config, trusts_code=trust_remote_code)
-    stored = _select_layout(opened, layout)
-    if stored is not None:
-        modules = find_modules(stored, opened.source.headers)
-        module = _select_module(opened.source, stored, modules, layer, prefix)
-        reading = Reading(opened, stored, module, modules, opened.config)
+    if (stored := _select_layout(opened, layout)) is not None:
+        module, modules = _select_module(opened.source, stored, layer, prefix)
+        reading = StoredReading(opened, stored, module, modules, opened.config)
         if not proof:
             return reading.layer(opened.source, **options)
-        return _load_listed(reading, options)
-    readings = _readings_that_fit(opened, layer, prefix)
-    if not proof or not readings:
-        raise _unknown_layout_error(opened)
+        return _load_listed(reading, options, is_named=layout is not None)
+    readings = _readings_that_fit(opened, layer, prefix) if proof else []
     return _load_unlisted(opened, readings, options)
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class StoredReading:
     """One way to read an attention module of a checkpoint.
 
     Attributes:
@@ -175,10 +176,9 @@ class Reading:
             described = replace(described, function=replace(described.function, rotary=ABSENT))
         if NO_WINDOW in self.variant:
             given["window"] = None
-        elif WINDOW in self.variant and (size := config_json.window_size(config)):
-            given["window"] = (size - 1, None)
-        elif TWO_SIDED in self.variant and (size := config_json.window_size(config)):
-            given["window"] = (size // 2, size // 2)
+        size, sides = config_json.find_window_field(config), {*WINDOWS} & {*self.variant}
+        if size and sides:
+            given["window"] = WINDOWS[sides.pop()](size)
         if self.config is None:  # a field that nothing states: the proof tells if it is absent
             function = replace(described.function, window=ABSENT)
             stated = vars(resolve(function, config, layer=module.layer))
@@ -195,8 +195,13 @@ class Reading:
 # ---- proof --------------------------------------------------------------------------------------
 
 
-def _load_listed(reading: Reading, options: Mapping[str, Any]) -> Attention:
-    """Return the layer that the catalogue names, proved where its class runs here."""
+def _load_listed(
+    reading: StoredReading, options: Mapping[str, Any], *, is_named: bool
+) -> Attention:
+    """Return the layer that the catalogue names, proved where its class runs here.
+
+    Where only the config names the layout, a tower beside the model may have another.
+    """
     source = reading.opened.source
     try:
         layer, problem = reading.layer(source, **options), None
@@ -209,22 +214,27 @@ def _load_listed(reading: Reading, options: Mapping[str, Any]) -> Attention:
             raise problem from None
         layer.proof = str(Proof(reason=_reason(error)))
         return layer
-    others = (replace(reading, config=None, variant=words) for words in VARIANTS)
-    for each in (reading, *others):
-        if each is reading and problem is not None:
-            continue
-        if (proof := trial.prove(each)) is not None:
-            return _finish(each, trial, proof, options)
-    if problem is not None:
-        raise problem
-    raise trial.unequal_error([reading])
+    usual = [] if problem is not None else [reading]
+    proved = trial.find_layer([*usual, *_vary(replace(reading, config=None))], options)
+    if proved is not None:
+        return proved
+    refusal = problem or trial.unequal_error([reading])
+    if is_named or reading.opened.description is not None:
+        raise refusal
+    fitting = _readings_that_fit(reading.opened, reading.module.layer, reading.module.prefix)
+    try:
+        return _load_unlisted(reading.opened, fitting, options)
+    except OptionError:
+        raise refusal from None
 
 
 def _load_unlisted(
-    opened: Checkpoint, readings: Sequence[Reading], options: Mapping[str, Any]
+    opened: Checkpoint, readings: Sequence[StoredReading], options: Mapping[str, Any]
 ) -> Attention:
     """Return the only layer that gives the numbers of the class, of all layouts that fit."""
-    proved: list[tuple[Reading, LoadTrial, Proof, Attention]] = []
+    if not readings:
+        raise _unknown_layout_error(opened)
+    proved: dict[str, Attention] = {}
     trials: dict[tuple[str, ...], LoadTrial] = {}
     for reading in readings:
         key = (*reading.roles.values(), *reading.module.tensors)
@@ -233,35 +243,26 @@ def _load_unlisted(
                 trials[key] = LoadTrial.of(reading, options)
         except (NotRunError, MissingExtraError) as error:
             raise _unknown_layout_error(opened, _reason(error)) from None
-        for words in VARIANTS:
-            if NO_ROTATION in words and reading.stored.rows == "interleaved":
-                continue  # the same function as the rows of another layout
-            each, trial = replace(reading, variant=words), trials[key]
-            if (proof := trial.prove(each)) is None:
-                continue
-            layer = _finish(each, trial, proof, options)
-            if not any(_is_same_layer(layer, other) for *_, other in proved):
-                proved.append((each, trial, proof, layer))
-            break
+        layer = trials[key].find_layer(_vary(reading), options)
+        if layer and not any(_is_same_layer(layer, other) for other in proved.values()):
+            proved[reading.stored.name] = layer
     if len(proved) == 1:
-        return proved[0][-1]
+        return next(iter(proved.values()))
     if not proved:
         raise next(iter(trials.values())).unequal_error(readings)
-    names = " and ".join(reading.name for reading, *_ in proved)
     raise OptionError(
-        saw=f"{opened.source.path} gives the numbers of its class as {names}",
+        saw=f"{opened.source.path} gives the numbers of its class as {' and '.join(proved)}",
         needed="one layout: these layers differ, and no probe shows in what",
         do="pass layout=... with the one that is meant",
     )
 
 
-def _finish(
-    reading: Reading, trial: LoadTrial, proof: Proof, options: Mapping[str, Any]
-) -> Attention:
-    config = reading.config_of(trial.probes[0])
-    layer = reading.layer(reading.opened.source, config=config, **options)
-    layer.proof = str(proof)
-    return layer
+def _vary(reading: StoredReading) -> Iterator[StoredReading]:
+    """Yield a reading in all variants that may be another function."""
+    for words in VARIANTS:
+        # Without a rotation, interleaved rows are the same function as those of another layout.
+        if NO_ROTATION not in words or reading.stored.rows != "interleaved":
+            yield replace(reading, variant=words)
 
 
 def _is_same_layer(first: Attention, second: Attention) -> bool:
@@ -298,7 +299,7 @@ class LoadTrial:
     outcomes: dict[str, tuple[int, str]]
 
     @classmethod
-    def of(cls, reading: Reading, options: Mapping[str, Any]) -> LoadTrial:
+    def of(cls, reading: StoredReading, options: Mapping[str, Any]) -> LoadTrial:
         """Run the class of a module.
 
         Raises:
@@ -310,13 +311,31 @@ class LoadTrial:
         if not config.get("model_type"):
             raise NotRunError("no config.json names a model_type")
         code = find_trusted_code(source.path, config, trusted=reading.opened.trusts_code)
+        headers = source.headers
+        needed = COPIES * 8 * sum(prod(headers[name].shape) for name in reading.module.tensors)
+        if needed > (free := available_memory()):
+            raise NotRunError(
+                f"a proof takes {human_bytes(needed)}, and {human_bytes(free)} are left"
+            )
         state = StirredTensors(source)
         tensors, roles = reading.tensors(state), reading.roles
         probes, kind = record_probes(config, tensors, roles, options, code)
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
         return cls(probes, state, kind, usual, {})
 
-    def prove(self, reading: Reading) -> Proof | None:
+    def find_layer(
+        self, readings: Iterable[StoredReading], options: Mapping[str, Any]
+    ) -> Attention | None:
+        """Return the layer of the first reading that is proved; None where none is."""
+        for reading in readings:
+            if (proof := self.prove(reading)) is not None:
+                config = reading.config_of(self.probes[0])
+                layer = reading.layer(reading.opened.source, config=config, **options)
+                layer.proof = str(proof)
+                return layer
+        return None
+
+    def prove(self, reading: StoredReading) -> Proof | None:
         """Return the proof of a reading; None where it gives other numbers, or makes no layer."""
         built: Config | None = None
         layer: Attention | None = None
@@ -339,7 +358,7 @@ class LoadTrial:
         tokens = max(probe.call.x.shape[1] for probe in self.probes)
         return Proof(against=self.against, probes=len(self.probes), tokens=tokens)
 
-    def unequal_error(self, readings: Sequence[Reading]) -> OptionError:
+    def unequal_error(self, readings: Sequence[StoredReading]) -> OptionError:
         """Return the error for a module that no reading gives."""
         first, total = readings[0], len(self.probes)
         name, (passed, why) = max(self.outcomes.items(), key=lambda each: each[1][0])
@@ -386,7 +405,7 @@ def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
     )
 
 
-def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> list[Reading]:
+def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> list[StoredReading]:
     """Return the readings of a module whose layout has all of its tensors."""
     headers = opened.source.headers
     readings = []
@@ -399,8 +418,9 @@ def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> li
         ]
         for module in chosen:
             is_whole = stored.required <= {*module.tensors.values()}
-            if is_whole and not find_unlisted_tensors_of_module(module, stored):
-                readings.append(Reading(opened, stored, module, modules, None))
+            is_marked = {module.prefix + mark for mark in stored.marks}.issubset(module.beside)
+            if is_whole and is_marked and not find_unlisted_tensors_of_module(module, stored):
+                readings.append(StoredReading(opened, stored, module, modules, None))
     if len(names := dict.fromkeys(reading.module.prefix for reading in readings)) > 1:
         raise OptionError(
             saw=f"layer {layer} of {opened.source.path}, which {len(names)} modules have",
@@ -411,12 +431,10 @@ def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> li
 
 
 def _select_module(
-    source: CheckpointSource,
-    layout: Layout,
-    modules: Sequence[NamedModule],
-    layer: int,
-    prefix: str | None,
-) -> NamedModule:
+    source: CheckpointSource, layout: Layout, layer: int, prefix: str | None
+) -> tuple[NamedModule, list[NamedModule]]:
+    """Return the module of a layer or of a prefix, and all modules of the layout."""
+    modules = find_modules(layout, source.headers)
     if not modules:
         obstacle = registry.find_obstacle(source.headers)
         why = "" if obstacle is None else f": {obstacle.reason}"
@@ -431,7 +449,7 @@ def _select_module(
     if prefix is not None:
         matches = [module for module in modules if module.prefix == prefix]
     if len(matches) == 1:
-        return matches[0]
+        return matches[0], modules
     shown = matches or modules
     selection = f"layer {layer}" if prefix is None else f"prefix {prefix!r}"
     fault = f"where {layout.name} has {len(matches)} modules"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +294,8 @@ def _fill(model: nn.Module, projections: Iterable[nn.Module]) -> None:
 def make_small(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return random numbers of a shape, in the memory of the sum of its sides."""
     row = torch.randn(sum(shape) + 1, generator=generator, dtype=torch.float64)
-    row = row / max(1, shape[-1]) ** 0.5 if len(shape) > 1 else 1 + row / 8
+    # An output of a matrix, or of a convolution, is a sum over all axes but the first.
+    row = row / max(1, prod(shape[1:])) ** 0.5 if len(shape) > 1 else 1 + row / 8
     return row.as_strided(tuple(shape), (1,) * len(shape))
 
 

@@ -154,6 +154,11 @@ def _perturb_within_rounding(x: Tensor, generator: torch.Generator) -> Tensor:
     )
 
 
+def move_number(number: float, dtype: torch.dtype) -> float:
+    """Return a number that is REACH units in the last place of ``dtype`` farther from 0."""
+    return number * (1 + REACH * torch.finfo(dtype).eps)
+
+
 def last_rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the error of storing each element of a result."""
     info = torch.finfo(dtype)

@@ -99,7 +99,9 @@ def _match_layout(
 ) -> CandidateLayout | None:
     modules = find_modules(layout, headers)
     if not modules or any(
-        places.find_unlisted_tensors_of_module(module, layout) for module in modules
+        places.find_unlisted_tensors_of_module(module, layout)
+        or not {module.prefix + mark for mark in layout.marks}.issubset(module.beside)
+        for module in modules
     ):
         return None
     module_fits = list(_list_module_sizes(modules, layout, headers, counts))

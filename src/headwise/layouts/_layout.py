@@ -48,6 +48,7 @@ class Layout(ShownInNotebook):
             whole models; {layer} as in ``where``.
         beside: names within the module, or patterns such as `"*.inv_freq"`, of tensors that hold no
             weights of attention: a mask, a table of angles, a norm after it. They are passed on.
+        marks: those of ``beside`` without one of which a module is of another layout.
         optional: canonical tensors that a module may lack, beside biases and distances, and norms
             where the function does not say that there are any.
         splits: canonical axes that patterns write by several names, beside heads by
@@ -73,6 +74,7 @@ class Layout(ShownInNotebook):
     root: str | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     splits: Splits = field(default_factory=dict)
     fixed: Mapping[str, int] = field(default_factory=dict)

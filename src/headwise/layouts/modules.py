@@ -115,13 +115,14 @@ def _find_modules_by_templates(
     where: Mapping[str, str], layout: Layout, names: Iterable[str], *, is_base: bool = False
 ) -> list[NamedModule]:
     modules: dict[tuple[NamedPosition, str], tuple[dict[str, str], list[str]]] = {}
+    stored = {_with_dots(local): local for local in layout.tensors}
     for name in names:
         for role, template in where.items():
             if match := _template_regex(template).match(name):
                 place = NamedPosition(match["root"], role, _slot_numbers(match), is_base)
                 tensors, beside = modules.setdefault((place, match[0]), ({}, []))
-                local = name[match.end() :]
-                if local in layout.tensors:
+                local = stored.get(_with_dots(name[match.end() :]))
+                if local is not None:
                     tensors[name] = local
                 else:
                     beside.append(name)
@@ -148,17 +149,22 @@ def find_unlisted_tensors_of_module(module: NamedModule, layout: Layout) -> list
     return [
         name
         for name in module.beside
-        if not any(fnmatchcase(name.removeprefix(module.prefix), known) for known in layout.beside)
+        if not any(
+            fnmatchcase(_with_dots(name.removeprefix(module.prefix)), _with_dots(known))
+            for known in layout.beside
+        )
         and locate_weight_outside_attention(layout, name, [module.place.root]) is None
     ]
 
 
 def _find_modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModule]:
     modules: dict[str, dict[str, str]] = {}
+    stored = {f".{_with_dots(local)}": local for local in layout.tensors}
     for name in names:
-        for local in layout.tensors:
-            if name == local or name.endswith((f".{local}", f"/{local}")):
-                modules.setdefault(name.removesuffix(local), {})[name] = local
+        dotted = f".{_with_dots(name)}"
+        for ending, local in stored.items():
+            if dotted.endswith(ending):
+                modules.setdefault(name[: len(name) - len(local)], {})[name] = local
     whole = {
         replace_numbers_with_layer_slots(prefix)
         for prefix, tensors in modules.items()
@@ -171,6 +177,11 @@ def _find_modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModul
             place = NamedPosition(prefix, "")
             elsewhere.append(NamedModule(place, prefix, tensors, tuple(beside)))
     return elsewhere
+
+
+def _with_dots(name: str) -> str:
+    """Return the name of a tree flattened with dots; some are flattened with slashes."""
+    return name.replace("/", ".")
 
 
 def replace_numbers_with_layer_slots(prefix: str) -> str:
@@ -199,7 +210,7 @@ def _slot_numbers(match: re.Match[str]) -> Numbers:
 @cache
 def _template_regex(template: str, *, end: str = "") -> re.Pattern[str]:
     parts = [
-        rf"(?P<{part}>\d+)" if at % 2 else re.escape(part)
+        rf"(?P<{part}>\d+)" if at % 2 else re.sub(r"/|\\\.", "[./]", re.escape(part))
         for at, part in enumerate(SLOT.split(template))
     ]
     return re.compile(rf"(?P<root>(?:.*?[./])?){''.join(parts)}{end}")

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headwise.errors import OptionError
 from headwise.layouts import catalogue
@@ -121,9 +121,11 @@ OTHERS = {
 }
 
 
-def find_obstacle(names: Collection[str]) -> Obstacle | None:
+def find_obstacle(names: Mapping[str, Any] | Collection[str]) -> Obstacle | None:
     """Return the reason why no layout fits tensors, or None where none is known."""
     known = find_quantisation(names) or _find_by_name(names, OTHERS)
+    if known is None and isinstance(names, Mapping):
+        known = _find_stacked_layers(names)
     if known is not None:
         return known
     unlisted = min(_unlisted_tensors(names), key=lambda pair: len(pair[1]), default=None)
@@ -149,6 +151,22 @@ def _find_by_name(names: Collection[str], patterns: Mapping[str, Obstacle]) -> O
     for pattern, obstacle in patterns.items():
         if name := next((name for name in names if re.search(pattern, name)), None):
             return obstacle._replace(reason=f"{obstacle.reason}, as `{name}` shows")
+    return None
+
+
+def _find_stacked_layers(headers: Mapping[str, Any]) -> Obstacle | None:
+    shapes = {name: tuple(header.shape) for name, header in headers.items()}
+    for layout in layouts_by_name().values():
+        for tensors in (module.tensors for module in find_modules(layout, headers)):
+            axes = {name: len(layout.patterns[local].axes) for name, local in tensors.items()}
+            more = {len(shapes[name]) - axes[name] for name in axes}
+            if more == {1} and layout.required <= {*tensors.values()}:
+                name = next(iter(tensors))
+                return Obstacle(
+                    f"its names are those of {layout.name}, and each tensor has one axis more, for "
+                    f"stacked layers: `{name}` is of shape {shapes[name]}",
+                    "give one layer: {name: x[layer] for name, x in tensors.items()}; or x[:, i]",
+                )
     return None
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 import torch
 from torch import nn
 
@@ -34,6 +33,7 @@ from headwise.scanning.source import ModelToScan, TextToRead
 from headwise.scanning.statistics import similarity
 from headwise.scanning.statistics.maps import MOST_CELLS, Map, TopKeysOfEveryQuery, most_blocks
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
+from headwise.support.memory import available_memory, process_memory
 from headwise.support.progress import Progress
 from headwise.support.text import escape_unprintable, human_bytes, list_some
 
@@ -374,9 +374,6 @@ def _measure_mean_seconds(run: Callable[[], Any]) -> float:
     return elapsed / runs
 
 
-# ---- memory of this machine, from psutil and the limits of control groups -----------------------
-
-
 def require_memory(needed: int, *, what: str, do: str) -> None:
     """Raise OptionError if more memory is needed than this machine has left."""
     free = available_memory()
@@ -386,33 +383,3 @@ def require_memory(needed: int, *, what: str, do: str) -> None:
             more, left = f"{needed:,} B", f"{free:,} B"
         limit = f"at most {left}, which is what this machine has left"
         raise OptionError(saw=f"{what}: about {more} more memory", needed=limit, do=do)
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Return the free bytes of the machine, or of a control group if that has fewer."""
-    free = [int(psutil.virtual_memory().available)]
-    for line in _read_lines_if_readable(root / "proc/self/cgroup"):
-        _, kinds, path = line.split(":", 2)
-        inner = Path(path.lstrip("/"))
-        # Kinds are named by the first version of control groups, which is not read.
-        for folder in () if kinds else dict.fromkeys([inner, *inner.parents, Path()]):
-            group = root / "sys/fs/cgroup" / folder
-            names = ("memory.max", "memory.current", "memory.stat")
-            most, now, stat = (_read_lines_if_readable(group / name) for name in names)
-            if most and now and most[0].isdecimal():  # "max" is no limit
-                # The kernel counts cached files as used, although it can drop them.
-                cached = int(dict(line.split() for line in stat).get("inactive_file", 0))
-                free.append(max(0, int(most[0]) - int(now[0]) + cached))
-    return min(free)
-
-
-def process_memory() -> int:
-    """Return the bytes that this process holds."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def _read_lines_if_readable(path: Path) -> list[str]:
-    try:
-        return path.read_text("utf-8").splitlines()
-    except OSError:
-        return []

@@ -25,6 +25,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 
 def find_torch_attribute(path: str) -> Any:

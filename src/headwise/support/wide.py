@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from headwise.support.private_torch import TorchDispatchMode, tree_leaves, tree_map
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 

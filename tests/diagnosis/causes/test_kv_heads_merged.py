@@ -1,5 +1,6 @@
 """Layers and models whose kv heads were merged, against those that they were made from."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -52,7 +53,7 @@ def expect(a: Any, b: Any, inputs: Any, parameters: dict[str, Any]) -> None:
 READ = ["llama", "bert", "gpt2", "qwen3", "gemma2", "vit", "t5", "bart"]
 
 
-@pytest.mark.parametrize("family", others_extra(READ, "t5"))
+@pytest.mark.parametrize("family", others_extra(READ, "llama"))
 def test_the_mean_of_neighbours_in_each_family(family: str) -> None:
     model = FAMILIES[family]()
     count = 3 if family in GROUPED else 2
@@ -114,39 +115,41 @@ def whole() -> LayerCut:
 ORDER = [4, 5, 0, 1, 11, 10, 2, 3, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize(
-    "options", others_slow([{}, {"k_bias": True, "v_bias": True}, {"sink": True}]), ids=str
-)
-@pytest.mark.parametrize(
-    ("cut", "parameters"),
-    others_slow(
-        [
-            (whole().merge(3), {"kv heads": "0+1, 2+3, 4+5"}),
-            (
-                whole().keep(ORDER).merge(2),
-                {"kv heads": "0+2+5, 1+3+4", "heads in the order": tuple(ORDER)},
-            ),
-            (whole().merge(2).expand(4), {"kv heads": "0+1+2, 3+4+5"}),
-            (
-                whole().drop([2, 3, 8, 9]).merge(2),
-                {"kv heads": "0+2, 3+5", "without heads": (2, 3, 8, 9)},
-            ),
-            (
-                whole().drop([0, 3, 4, 6, 9, 11]).merge(3),
-                {"kv heads": "0+1, 2+3, 4+5", "without heads": (0, 3, 4, 6, 9, 11)},
-            ),
-        ]
+GROUPS: dict[str, tuple[LayerCut, dict[str, Any]]] = {
+    "neighbours": (whole().merge(3), {"kv heads": "0+1, 2+3, 4+5"}),
+    "order": (
+        whole().keep(ORDER).merge(2),
+        {"kv heads": "0+2+5, 1+3+4", "heads in the order": tuple(ORDER)},
     ),
-    ids=["neighbours", "order", "copies", "kv heads gone", "heads gone"],
+    "copies": (whole().merge(2).expand(4), {"kv heads": "0+1+2, 3+4+5"}),
+    "kv heads gone": (
+        whole().drop([2, 3, 8, 9]).merge(2),
+        {"kv heads": "0+2, 3+5", "without heads": (2, 3, 8, 9)},
+    ),
+    "heads gone": (
+        whole().drop([0, 3, 4, 6, 9, 11]).merge(3),
+        {"kv heads": "0+1, 2+3, 4+5", "without heads": (0, 3, 4, 6, 9, 11)},
+    ),
+}
+WITH: dict[str, dict[str, Any]] = {
+    "weights": {},
+    "biases": {"k_bias": True, "v_bias": True},
+    "sink": {"sink": True},
+}
+EACH_ONCE = [(groups, "weights") for groups in GROUPS] + [("order", "biases"), ("order", "sink")]
+
+
+@pytest.mark.parametrize(
+    ("groups", "options"),
+    others_extra(
+        itertools.product(GROUPS, WITH), *EACH_ONCE[1:], quick=[("neighbours", "weights")]
+    ),
 )
-def test_groups_of_a_layer(
-    cut: LayerCut, parameters: dict[str, Any], options: dict[str, Any]
-) -> None:
-    layer = layer_of(**options)
+def test_groups_of_a_layer(groups: str, options: str) -> None:
+    (cut, parameters), layer = GROUPS[groups], layer_of(**WITH[options])
     expect(cut_layer(cut, layer), layer, None, parameters)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_what_is_left_has_its_own_causes() -> None:
     layer = layer_of()
@@ -206,7 +209,13 @@ CHANGES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize(
-    ("change", "copies"), others_slow([*((each, 1) for each in CHANGES), ("a factor of values", 2)])
+    ("change", "copies"),
+    others_extra(
+        [*((each, 1) for each in CHANGES), ("a factor of values", 2)],
+        *((each, 1) for each, (role, _) in CHANGES.items() if role != "v"),
+        ("a factor of values", 2),
+        quick=[("other keys", 1)],
+    ),
 )
 def test_other_kv_heads_are_not_merged_ones(change: str, copies: int) -> None:
     layer, (role, function) = layer_of(), CHANGES[change]
@@ -221,8 +230,7 @@ def test_other_kv_heads_are_not_merged_ones(change: str, copies: int) -> None:
         assert NAME not in [name for name, _, _ in causes]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", [(0, 2, 4), (1, 1, 5)], ids=str)
+@pytest.mark.parametrize("kept", others_extra([((0, 2, 4),), ((1, 1, 5),)]), ids=str)
 def test_kv_heads_of_a_group_are_not_their_mean(kept: tuple[int, ...]) -> None:
     """Keys and values are those of some kv heads alone."""
     layer = layer_of()
@@ -248,7 +256,6 @@ def test_the_mean_of_other_heads_than_queries_read() -> None:
     assert causes == []
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_equal_kv_heads_are_the_same_function() -> None:
     layer = cut_layer(whole().merge(3), layer_of())

@@ -634,7 +634,7 @@ EVERY = [*ROTATIONS, *SCORES, *MASKS, *AXES, *WEIGHTS, *DECODING, *FURTHER, *IN_
 
 @pytest.mark.parametrize(
     "case",
-    others_extra(EVERY, *EVERY[::3], quick=[x for x in EVERY if str(x) in QUICK]),
+    others_extra(EVERY, *EVERY[::6], quick=[x for x in EVERY if str(x) in QUICK]),
     ids=str,
 )
 def test_the_printed_lines_repair_the_port(case: Case) -> None:

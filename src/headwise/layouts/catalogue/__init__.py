@@ -31,6 +31,7 @@ TENSOR_PARALLEL = ("heads", "kv_heads", "hidden_dim", "vocabulary")
 # The end of a name that stands for two -> the ends of the weight and of the bias.
 _PAIRS = {
     "scale*": ("scale", "bias"),
+    "gamma*": ("gamma", "beta"),
     "kernel*": ("kernel", "bias"),
     ".w*": (".w", ".b"),
     "*": ("weight", "bias"),
@@ -167,9 +168,9 @@ def fused_projection_by_pattern(
     return patterns
 
 
-def head_norms(q: str, k: str, *, bias: bool = False) -> Tensors:
+def head_norms(q: str, k: str, *, bias: bool = False, leaf: str = "weight") -> Tensors:
     """Return the norms of queries and keys, with one weight for all heads."""
-    patterns = {f"{q}.weight": "q_norm: head_dim", f"{k}.weight": "k_norm: head_dim"}
+    patterns = {f"{q}.{leaf}": "q_norm: head_dim", f"{k}.{leaf}": "k_norm: head_dim"}
     if bias:
         patterns |= {f"{q}.bias": "q_norm_bias: head_dim", f"{k}.bias": "k_norm_bias: head_dim"}
     return patterns

@@ -66,6 +66,29 @@ LAYOUTS = (
         function=AttentionSpec(rotary=FROM_CONFIG),
         note="BERT's names. ESM-2's queries and keys are rotated, half-split; ESM-1b's are not",
     ),
+    describe_layout(
+        name="esm-meta",
+        tensors=projections("q_proj k_proj v_proj out_proj"),
+        where={"self": "layers.{layer}.self_attn."},
+        beside=("rot_emb.inv_freq",),
+        marks=("rot_emb.inv_freq",),
+        function=AttentionSpec(rotary=RotaryRule()),
+        mask="True hides",
+        axes="length batch width",
+        source="facebookresearch/esm, esm/multihead_attention.py",
+        note="ESM-2's own files. Tested on request: pip install headwise[libraries]",
+    ),
+    _encoder(
+        name="longformer",
+        tensors=_SEPARATE,
+        where=_WHERE,
+        outside=_BERT,
+        beside=(*_NORM, "self.query_global.*", "self.key_global.*", "self.value_global.*"),
+        marks=("self.query_global.weight",),
+        function=AttentionSpec(window=Other("both sides, and global tokens")),
+        note="BERT's names. Global tokens see all, by projections of their own, which are passed "
+        "on as they are; all tokens see them. The check has a window, and no global tokens",
+    ),
     _deberta(
         name="deberta",
         tensors={

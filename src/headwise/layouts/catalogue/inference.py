@@ -1,4 +1,4 @@
-"""Formats and engines of inference: GGUF, CTranslate2, vLLM and MLX."""
+"""Formats and engines of inference: GGUF, CTranslate2, vLLM, TensorRT-LLM and MLX."""
 
 from functools import partial
 
@@ -87,6 +87,21 @@ LAYOUTS = (
         unchecked="its modules run on a GPU only",
         note="as vLLM and SGLang hold a Llama in memory, in one tensor-parallel rank; each of "
         "several has rows of its own heads",
+    ),
+    describe_layout(
+        name="tensorrt-llm",
+        tensors=qkv_fused_by_projection("qkv", "dense", kv_heads="kv_heads")
+        | catalogue.head_norms("q_layernorm", "k_layernorm", bias=True)
+        | {"attention_sinks": "sink: heads"},
+        optional=("sink",),
+        where={"self": "transformer.layers.{layer}.attention."},
+        root="",
+        beside=("kv_cache_*", "rotary_inv_freq", "embed_positions*"),
+        function=left_to_config("scale rotary score_bias qk_norm window"),
+        source="NVIDIA/TensorRT-LLM, tensorrt_llm/layers/attention.py",
+        unchecked="its layers are built into an engine for a GPU only",
+        note="what its convert_checkpoint.py writes for one rank; each of several has rows of its "
+        "own heads",
     ),
     describe_layout(
         name="mlx",

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from headwise.function import spec
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
 from headwise.layouts import catalogue
 from headwise.layouts._layout import Layout
@@ -152,7 +153,7 @@ def _torchtune_layout(*, rows: Pairing) -> Layout:
     return describe_layout(
         name="torchtune" if rows == "interleaved" else "torchtune-qwen2",
         tensors=projections("q_proj k_proj v_proj output_proj", kv_heads="kv_heads")
-        | {"q_norm.scale": "q_norm: head_dim", "k_norm.scale": "k_norm: head_dim"},
+        | catalogue.head_norms("q_norm", "k_norm", leaf="scale"),
         where={"self": "layers.{layer}.attn."},
         outside="tokens=tok_embeddings.weight final_norm=norm.scale unembedding=output.weight | "
         "layers.{layer}. norm_1=sa_norm.scale norm_2=mlp_norm.scale gate=mlp.w1.weight "
@@ -250,6 +251,18 @@ LAYOUTS = (
         mask="added",
         source="huggingface/diffusers, src/diffusers/models/attention_processor.py",
         note=f"of U-Nets and of transformers with cross-attention. {_ON_REQUEST}",
+    ),
+    describe_layout(
+        name="flux",
+        tensors=qkv_fused_by_projection("qkv", "proj")
+        | catalogue.head_norms("norm.query_norm", "norm.key_norm", leaf="scale"),
+        where={"self": "double_blocks.{layer}.img_attn."},
+        function=AttentionSpec(rotary=spec.Other("by row and column"), qk_norm=spec.NormRule()),
+        rows="interleaved",
+        source="black-forest-labs/flux, src/flux/modules/layers.py",
+        unchecked="no package has it; a layer after its source is run, rotated by place",
+        note="img_attn and txt_attn: tokens of both attend to the keys of both, which no one layer "
+        "does. Single blocks fuse an MLP with it, in linear1 and linear2, and have no layout",
     ),
     *(
         describe_layout(

@@ -138,14 +138,9 @@ _ENGINE = (
     ),
     _engine(
         name="transformer-engine-separate",
-        tensors={
-            name.replace("qkv.q.", "qkv.query_")
-            .replace("qkv.k.", "qkv.key_")
-            .replace("qkv.v.", "qkv.value_"): pattern
-            for name, pattern in catalogue.projections(
-                "qkv.q qkv.k qkv.v", kv_heads="kv_heads"
-            ).items()
-        }
+        tensors=catalogue.projections(
+            "qkv.query qkv.key qkv.value", kv_heads="kv_heads", leaves=("_weight", "_bias")
+        )
         | _TE_REST,
         note="MultiheadAttention with fuse_qkv_params=False, as it is by default",
     ),

@@ -67,4 +67,13 @@ LAYOUTS = (
         note="GPT-2's names for nn.Linear, whose matrices are the transposes of GPT-2's. Square "
         "ones, c_proj, look the same either way. `attn.bias` is a causal mask",
     ),
+    describe_layout(
+        name="mingpt",
+        tensors=projections("query key value proj"),
+        where={"self": "blocks.{layer}.attn."},
+        beside=("mask",),
+        source="karpathy/minGPT, mingpt/model.py, before 2022",
+        unchecked="no package has it; a layer after its source is run",
+        note="VQGAN took this code over. In 2022 its layer became that of nanogpt",
+    ),
 )

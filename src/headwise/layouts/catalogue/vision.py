@@ -25,6 +25,21 @@ _swin = partial(
     mask="added",
     note="stages have different numbers of heads: give head_dim, which they share",
 )
+_swin_v2 = partial(
+    describe_layout,
+    function=AttentionSpec(
+        scale=1.0,
+        qk_norm=Other("l2 over head, with a learned scale for each head"),
+        score_bias=Other("by an MLP of the place in the window"),
+    ),
+    mask="added",
+    note="scores are cosines times exp(logit_scale), at most 100, plus 16 sigmoid of the MLP; the "
+    "weights of both are passed on as they are. Give head_dim, which all stages share",
+)
+_Q_V_BIASES = {"q_bias": "bq: (heads head_dim)", "v_bias": "bv: (heads head_dim)"}  # keys have none
+_BEIT = (
+    qkv_fused_by_projection("qkv", bias=False) | _Q_V_BIASES | catalogue.output_projection("proj")
+)
 
 _clip = partial(describe_layout, where={"self": "encoder.layers.{layer}.self_attn."}, outside=_CLIP)
 _vit = partial(describe_layout, where=_VIT_WHERE)
@@ -42,11 +57,28 @@ LAYOUTS = (
     ),
     _timm(
         name="vit-timm",
-        tensors=qkv_fused_by_projection("qkv", "proj"),
+        tensors=qkv_fused_by_projection("qkv", "proj")
+        | catalogue.head_norms("q_norm", "k_norm", bias=True),
         beside=("rel_pos_h", "rel_pos_w"),
+        function=AttentionSpec(qk_norm=FROM_CONFIG),
         source="huggingface/pytorch-image-models, timm/layers/attention.py",
         note="timm, and the published code of DINO, DINOv2, MAE and SAM. The check runs VitDet of "
-        "transformers, which has these tensors; timm's q_norm and k_norm are not described",
+        "transformers, which has these tensors. timm's gate and norm of outputs are not described",
+    ),
+    *(
+        describe_layout(
+            name=name,
+            tensors=qkv_fused_by_projection("to_qkv", bias=False)
+            | catalogue.output_projection(out),
+            beside=("norm.*",),
+            source=f"lucidrains/vit-pytorch, vit_pytorch/{file}",
+            note="the norm is in front of the projections. A module's place differs between the "
+            "models of this package. Tested on request: pip install vit-pytorch",
+        )
+        for name, out, file in (
+            ("vit-pytorch", "to_out.0", "vit.py"),
+            ("vit-pytorch-simple", "to_out", "simple_vit.py"),
+        )
     ),
     _vit(
         name="vitdet",
@@ -57,12 +89,7 @@ LAYOUTS = (
     ),
     _timm(
         name="beit",
-        tensors={
-            "qkv.weight": qkv_fused_by_projection("")[".weight"],
-            "q_bias": "bq: (heads head_dim)",
-            "v_bias": "bv: (heads head_dim)",
-            **catalogue.output_projection("proj"),
-        },
+        tensors=_BEIT,
         beside=("k_bias", "relative_position_bias_table", "relative_position_index"),
         function=AttentionSpec(score_bias=FROM_CONFIG),
         source="microsoft/unilm, beit/modeling_finetune.py",
@@ -72,12 +99,10 @@ LAYOUTS = (
     ),
     _vit(
         name="videomae",
-        tensors={
-            **projections("attention.query attention.key attention.value", biases=""),
-            "attention.q_bias": "bq: (heads head_dim)",
-            "attention.v_bias": "bv: (heads head_dim)",
-            **catalogue.output_projection("output.dense"),
-        },
+        tensors=projections(
+            "attention.query attention.key attention.value output.dense", biases="o"
+        )
+        | {f"attention.{name}": pattern for name, pattern in _Q_V_BIASES.items()},
         outside=_VIT,
         source="transformers, models/videomae/modeling_videomae.py and conversion_mapping.py",
     ),
@@ -99,6 +124,34 @@ LAYOUTS = (
         beside=("relative_position_index",),
         source="microsoft/Swin-Transformer, models/swin_transformer.py; timm has the same",
         unchecked="timm is not among the packages of the tests; its 1.0.31 was run once, by hand",
+    ),
+    _swin_v2(
+        name="swinv2",
+        tensors=projections("self.query self.key self.value output.dense", biases="qvo"),
+        where={"self": "encoder.layers.{stage}.blocks.{layer}.attention."},
+        beside=("self.logit_scale", "self.continuous_position_bias_mlp.*"),
+        marks=("self.logit_scale",),
+    ),
+    _swin_v2(
+        name="swinv2-microsoft",
+        tensors=_BEIT,
+        where={"self": "layers.{stage}.blocks.{layer}.attn."},
+        beside=("k_bias", "logit_scale", "cpb_mlp.*", "relative_*"),
+        marks=("logit_scale",),
+        source="microsoft/Swin-Transformer, models/swin_transformer_v2.py; timm has the same",
+        unchecked="no package of the tests has it",
+    ),
+    describe_layout(
+        name="eva-clip",
+        tensors=projections("q_proj k_proj v_proj proj", biases="o") | _Q_V_BIASES,
+        where={"self": "blocks.{layer}.attn."},
+        beside=("inner_attn_ln.*", "rope.*"),
+        function=AttentionSpec(rotary=Other("by row and column")),
+        rows="interleaved",
+        source="baaivision/EVA, EVA-CLIP/rei/eva_clip/eva_vit_model.py",
+        note="EVA02-CLIP; EVA01-CLIP is in beit. inner_attn_ln normalises the outputs of all heads "
+        "together, which no layer here does: it is passed on. The check is without it, and rotates "
+        "by place. Tested on request: pip install timm",
     ),
     describe_layout(
         name="dinov3",
