@@ -232,7 +232,7 @@ def test_code_beside_the_weights_runs_only_where_it_may(
         architectures=["OwnModel"],
         auto_map={"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"},
     )
-    with pytest.raises(OptionError, match="--trust-remote-code"):
+    with pytest.raises(OptionError, match="trust_remote_code"):
         load(folder)
     assert not marker.exists()
     modules = tmp_path / "modules"

@@ -300,6 +300,7 @@ class Checkpoint:
     # the caller's, else the one beside the files, else the one in the description
     config: ConfigFields
     known: dict[str, int]  # the counts of the caller, the config and the description
+    trusts_code: bool = False  # True if code beside the files may run
 
 
 def open_checkpoint(
@@ -308,6 +309,7 @@ def open_checkpoint(
     *,
     config: Config | None = None,
     stored: str | Layout | None = None,
+    trusts_code: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint, or shares of tensor-parallel processes; no tensor is read.
 
@@ -338,7 +340,7 @@ def open_checkpoint(
     known = config_json.merge_counts(stated, counts, origin=source.folder)
     if description is not None:
         known = config_json.merge_stated_counts(described, known, origin=description.origin)
-    return Checkpoint(source, description, stated, known)
+    return Checkpoint(source, description, stated, known, trusts_code)
 
 
 # ---- layers that a config counts ----------------------------------------------------------------

@@ -31,6 +31,7 @@ from headwise.checkpoints.proof import (
 )
 from headwise.checkpoints.skeleton import NotRunError
 from headwise.checkpoints.source import CheckpointSource
+from headwise.checkpoints.transformers import UntrustedCodeError, find_trusted_code
 from headwise.errors import HeadwiseError, MissingExtraError, OptionError
 from headwise.function.spec import ABSENT, FROM_CONFIG
 from headwise.layers.attention import Attention
@@ -72,13 +73,13 @@ def load_attention(
     head_dim: int | None = None,
     rotary_width: int | None = None,
     proof: bool = True,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Attention:
     """Return one attention layer of a stored model, in the dtype of its file.
 
     The settings that no tensor holds come from the metadata of the file, or from its config.json.
     The mask is an argument of the call: a decoder needs ``Mask.causal()``.
-
     Where transformers has the model's class, the layer must give its numbers on several inputs, as
     the repr says. A model_type that the catalogue lacks loads if one layout does.
 
@@ -93,6 +94,7 @@ def load_attention(
         head_dim: channels of a head, in place of ``heads``.
         rotary_width: channels of a head that are rotated.
         proof: False to load without running the class.
+        trust_remote_code: True to prove the layer against code that is in the folder.
         options: arguments of `Attention` that override the file's, such as ``window=(3, None)``.
 
     Raises:
@@ -100,9 +102,8 @@ def load_attention(
         OptionError: no such layer, a setting is stated nowhere, or other numbers than the class.
     """
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    opened = open_checkpoint(Path(path), counts, config=config)
-    stored = _select_layout(opened, layout)
-    if stored is not None:
+    opened = open_checkpoint(Path(path), counts, config=config, trusts_code=trust_remote_code)
+    if (stored := _select_layout(opened, layout)) is not None:
         module, modules = _select_module(opened.source, stored, layer, prefix)
         reading = StoredReading(opened, stored, module, modules, opened.config)
         if not proof:
@@ -208,7 +209,7 @@ def _load_listed(
         problem = error
     try:
         trial = LoadTrial.of(reading, options)
-    except (NotRunError, MissingExtraError) as error:
+    except (NotRunError, MissingExtraError, UntrustedCodeError) as error:
         if problem is not None:
             raise problem from None
         layer.proof = str(Proof(reason=_reason(error)))
@@ -274,6 +275,8 @@ def _is_same_layer(first: Attention, second: Attention) -> bool:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, UntrustedCodeError):
+        return f"{error.saw}=True"
     return error.saw if isinstance(error, MissingExtraError) else str(error)
 
 
@@ -302,10 +305,12 @@ class LoadTrial:
         Raises:
             MissingExtraError: transformers is not installed.
             NotRunError: transformers has no class, or it does not run here.
+            OptionError: the class is code that may not run, see `find_trusted_code`.
         """
         config, source = reading.opened.config, reading.opened.source
         if not config.get("model_type"):
             raise NotRunError("no config.json names a model_type")
+        code = find_trusted_code(source.path, config, trusted=reading.opened.trusts_code)
         headers = source.headers
         needed = COPIES * 8 * sum(prod(headers[name].shape) for name in reading.module.tensors)
         if needed > (free := available_memory()):
@@ -313,7 +318,8 @@ class LoadTrial:
                 f"a proof takes {human_bytes(needed)}, and {human_bytes(free)} are left"
             )
         state = StirredTensors(source)
-        probes, kind = record_probes(config, reading.tensors(state), reading.roles, options)
+        tensors, roles = reading.tensors(state), reading.roles
+        probes, kind = record_probes(config, tensors, roles, options, code)
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
         return cls(probes, state, kind, usual, {})
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -240,6 +241,7 @@ def record_probes(
     tensors: Mapping[str, Tensor],
     roles: Mapping[str, str],
     given: Collection[str],
+    code: Path | None = None,
 ) -> tuple[list[Probe], str]:
     """Run the class of a config on all probes; return them with the name of the class.
 
@@ -251,7 +253,7 @@ def record_probes(
     near, probes = shrink_far_settings(config, given), list[Probe]()
     for is_near, values in ((False, config), (True, near)):
         if not is_near or near != dict(config):
-            skeleton = build_skeleton(values, tensors, roles)
+            skeleton = build_skeleton(values, tensors, roles, code)
             probes += _record_probes(skeleton, is_near=is_near)
     return probes, type(skeleton.attention).__name__
 

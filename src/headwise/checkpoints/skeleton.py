@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,12 +146,15 @@ def list_run_errors() -> tuple[type[Exception], ...]:
 
 
 def build_skeleton(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], roles: Mapping[str, str]
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    roles: Mapping[str, str],
+    code: Path | None = None,
 ) -> Skeleton:
     """Return the model of a config with the tensors of one attention.
 
     ``tensors`` has the stored names, and ``roles`` the name of a tensor of each projection, by
-    role: q, k, v and o.
+    role: q, k, v and o. ``code`` is the folder with the classes, from `find_trusted_code`.
 
     Raises:
         MissingExtraError: transformers is not installed.
@@ -159,7 +163,7 @@ def build_skeleton(
     transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
     try:
         with silence_transformers(transformers), default_float64():
-            kind, made = class_of_config(transformers, _in_double(config))
+            kind, made = class_of_config(transformers, _in_double(config), code)
             model = _build(transformers, kind, made)
             names = _place(model, tensors)
     except OptionError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,6 +22,7 @@ from headwise.errors import CheckpointError, OptionError
 from headwise.layouts._layout import Layout
 from headwise.layouts.plan import convert
 from headwise.layouts.registry import find_quantisation, layout
+from headwise.support.files import parse_json_object
 from headwise.support.lazy import require_package, silence_imports
 from headwise.support.text import list_some
 
@@ -38,10 +39,10 @@ class DescribedModel:
     def nbytes(self) -> int:
         return 2 * sum(header.nbytes for header in self.checkpoint.source.headers.values())
 
-    def arguments(self, transformers: Any) -> tuple[Any, dict[str, Any]]:
+    def arguments(self, transformers: Any, code: Path | None) -> tuple[Any, dict[str, Any]]:
         """Return the model class and what its ``from_pretrained`` gets, in the model's layout."""
         known = self.checkpoint.known
-        kind, config = class_of_config(transformers, self.checkpoint.config)
+        kind, config = class_of_config(transformers, self.checkpoint.config, code)
         if not issubclass(kind, transformers.PreTrainedModel):
             with torch.device("meta"):  # an Auto class needs a folder to choose one; no memory
                 kind = type(kind.from_config(config))
@@ -97,6 +98,7 @@ CONFIG = "config.json"
 MODEL, ADAPTER = "the model", "adapter_config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
+CODE = ("auto_map", "attn_implementation", "_attn_implementation")  # fields that may name code
 PURPOSE = "which loads stored models"
 SEPARATORS = (".", "\n")
 # Names of a model in DistributedDataParallel and torch.compile begin with these words.
@@ -221,6 +223,8 @@ def load(
     measure_model_bytes(folder)
     transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    parent = folder if folder.is_dir() else folder.parent
+    find_trusted_code(parent, _read_tokenizer_config(parent), trusted=trust_remote_code)
     model, info = _read_model(folder, transformers, options, dtype or "auto")
     _require_fitting_weights(folder, info, model)
     config = model.config
@@ -231,7 +235,6 @@ def load(
             needed="a model that takes input_ids",
             do="call headwise.scan(model, inputs) from Python with the model's inputs",
         )
-    parent = folder if folder.is_dir() else folder.parent
     tokenizer = None
     if any(next(parent.glob(pattern), None) for pattern in TOKENIZERS):
         with silence_transformers(transformers), _explain_load_errors(parent, "the tokenizer"):
@@ -254,7 +257,7 @@ def load(
     )
 
 
-def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
+def read_model(folder: Path, *, trust_remote_code: bool = False) -> tuple[Any, dict[str, Any]]:
     """Return the model of a folder, and the names of weights that are missing or do not fit.
 
     Weights of other sizes than the config states are random in the model; the second value names
@@ -265,12 +268,14 @@ def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
     """
     measure_model_bytes(folder)
     transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
-    options = {"local_files_only": True, "trust_remote_code": False}
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     return _read_model(folder, transformers, options, "auto")
 
 
-def make_empty_model(config: Mapping[str, Any]) -> Any:
+def make_empty_model(config: Mapping[str, Any], code: Path | None = None) -> Any:
     """Return the model of a config on the meta device: shapes without memory for weights.
+
+    ``code`` is the folder with its classes, from `find_trusted_code`.
 
     Raises:
         MissingExtraError: transformers is not installed.
@@ -279,14 +284,15 @@ def make_empty_model(config: Mapping[str, Any]) -> Any:
     """
     transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
     values = dict(config)
-    if values.get("model_type") not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if code is None and values.get("model_type") not in known:
         raise OptionError(
             saw=f"a config of the model_type {str(values.get('model_type'))[:40]}",
             needed="a model_type of transformers",
             do="name a folder from save_pretrained",
         )
     with silence_transformers(transformers):
-        kind, made = class_of_config(transformers, values)
+        kind, made = class_of_config(transformers, values, code)
         with torch.device("meta"):
             is_class = issubclass(kind, transformers.PreTrainedModel)
             return kind(made) if is_class else kind.from_config(made)
@@ -295,17 +301,17 @@ def make_empty_model(config: Mapping[str, Any]) -> Any:
 def _read_model(
     folder: Path, transformers: Any, options: dict[str, Any], dtype: torch.dtype | str
 ) -> tuple[Any, dict[str, Any]]:
-    trusted, described = options["trust_remote_code"], open_described_model(folder)
+    described = open_described_model(folder)
     _require_no_pruned_heads(folder, transformers)
-    if described is None:
-        _require_trusted_code(folder, transformers, trusted=trusted)
+    stated = read_config(folder) if described is None else described.checkpoint.config
+    code = find_trusted_code(folder, stated, trusted=options["trust_remote_code"])
     with silence_transformers(transformers), _explain_load_errors(folder, MODEL):
         if described is None:
             config = transformers.AutoConfig.from_pretrained(folder, **options)
-            kind = _model_class(transformers, config, trusted=trusted)
+            kind = _model_class(transformers, config, code)
             weights = {"pretrained_model_name_or_path": folder, "config": config, **options}
         else:
-            kind, weights = described.arguments(transformers)
+            kind, weights = described.arguments(transformers, code)
         weights |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = kind.from_pretrained(**weights)
         unplaced = info["unexpected_keys"]
@@ -328,29 +334,94 @@ def _require_no_pruned_heads(folder: Path, transformers: Any) -> None:
         )
 
 
-def _require_trusted_code(folder: Path, transformers: Any, *, trusted: bool) -> None:
-    config = read_config(folder)
-    name = config.text("model_type")
-    known = name in transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    if "auto_map" in config and not known and not trusted:
-        raise OptionError(
-            saw=f"{folder} holds a {name} model that runs code from {folder.name}",
-            needed="a model type of transformers, or your permission to run this code",
-            do="read the code, then pass --trust-remote-code",
+# ---- code in a folder ---------------------------------------------------------------------------
+
+
+class UntrustedCodeError(OptionError):
+    """Raised for a folder whose code may not run."""
+
+
+def find_trusted_code(path: Path, config: Mapping[str, Any], *, trusted: bool) -> Path | None:
+    """Return the folder with the code that a config names in ``auto_map``; None without code.
+
+    All that builds a model of a folder asks here whether its code may run. A kernel of a
+    repository, which a config names as its attention, is code of another repository.
+
+    Raises:
+        OptionError: code outside of the folder, such as that of another repository.
+        UntrustedCodeError: the caller does not trust the code.
+    """
+    folder, named = path if path.is_dir() else path.parent, list(_list_code(config))
+    for field, name in named:
+        if field != "auto_map" or "--" in name or Path(name).is_absolute():
+            raise OptionError(
+                saw=f"{folder} names code outside of this folder in {field}: {name[:100]}",
+                needed="code in the folder; no other repository is read, nothing is downloaded",
+                do=f"remove {field} where transformers has the class; or copy the .py files into "
+                "the folder and name them in auto_map, such as modeling.Model",
+            )
+    if named and not trusted:
+        raise UntrustedCodeError(
+            saw=f"{folder} holds code, which runs only with {{trust_remote_code}}",
+            needed=f"your permission to run {named[0][1][:100]} and what it imports",
+            do="read the code, then pass {trust_remote_code}",
+            parameter="trust_remote_code",
         )
+    return folder if named else None
 
 
-def class_of_config(transformers: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
-    kind = type(transformers.AutoConfig.for_model(values["model_type"]))
+def _list_code(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the fields of a config and of its parts that name code, with the names."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _list_code(part, name if name in CODE else field)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _list_code(part, field)
+    elif field and isinstance(value, str) and (field == "auto_map" or "/" in value):
+        yield field, value
+
+
+def _read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
+    with suppress(OSError, ValueError):  # transformers reports a damaged file
+        return parse_json_object((folder / "tokenizer_config.json").read_bytes(), unique=False)
+    return {}
+
+
+def _read_class(transformers: Any, code: Path | None, auto_map: Any, names: Iterable[str]) -> Any:
+    """Return the first class of these names that a folder's code has; None for no such class."""
+    name = next((each for each in names if each in (auto_map or ())), None)
+    if code is None or name is None:
+        return None
+    read = transformers.dynamic_module_utils.get_class_from_dynamic_module
+    return read(auto_map[name], code, local_files_only=True)
+
+
+def auto_class_name(model: Any) -> str:
+    """Return the name in transformers of the class that opens a model, one of code too."""
+    kind = type(model).__name__
+    auto_map = getattr(getattr(model, "config", None), "auto_map", None) or {}
+    return next((n for n, code in auto_map.items() if str(code).endswith(f".{kind}")), kind)
+
+
+def class_of_config(
+    transformers: Any, values: Mapping[str, Any], code: Path | None = None
+) -> tuple[Any, Any]:
+    """Return the model class of a config, and the config in its class."""
+    kind = _read_class(transformers, code, values.get("auto_map"), ["AutoConfig"])
+    if kind is None:
+        kind = type(transformers.AutoConfig.for_model(values["model_type"]))
     config = kind.from_dict(dict(values))
-    return _model_class(transformers, config, trusted=False), config
+    return _model_class(transformers, config, code), config
 
 
-def _model_class(transformers: Any, config: Any, *, trusted: bool) -> Any:
-    auto_map = getattr(config, "auto_map", None) or {}
-    if trusted and auto_map:
-        names = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
-        return getattr(transformers, next((n for n in names if n in auto_map), "AutoModel"))
+def _model_class(transformers: Any, config: Any, code: Path | None) -> Any:
+    auto_map, stored = getattr(config, "auto_map", None) or {}, config.architectures or ()
+    usual = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
+    names = [*usual, *(name for name in auto_map if name.startswith("AutoModel"))]
+    names.sort(key=lambda name: str(auto_map.get(name)).rpartition(".")[2] not in stored)
+    if (kind := _read_class(transformers, code, auto_map, names)) is not None:
+        return kind
     modeling = type(config).__module__.replace(".configuration_", ".modeling_")
     for name in config.architectures or ():
         kind = getattr(transformers, name, None)

@@ -66,6 +66,7 @@ def compare(
     against_model: AgainstModel = None,
     budget: Budget = None,
     counts: output.Counts,
+    trust_remote_code: output.TrustRemoteCode = False,
     page: Annotated[
         Path | None,
         typer.Option(metavar="FILE.html", help="Write an HTML page too.", show_default="no page"),
@@ -80,6 +81,7 @@ def compare(
     """
     start = time.perf_counter()
     options = {"layer": layer, "inputs": inputs, "against_model": against_model, **counts}
+    options["trust_remote_code"] = trust_remote_code or None
     _require_options_that_agree(second, options, counts)
     if page is not None:
         make_parent_and_require_writable(page)
@@ -122,9 +124,10 @@ def _compare_files(
         from headwise.identify import _verify
 
         layer, inputs = options["layer"], options["inputs"]
-        limits = {"budget": options["budget"], "progress": progress}
+        trusted: dict[str, Any] = {"trust_remote_code": bool(options["trust_remote_code"])}
+        limits = {"budget": options["budget"], "progress": progress, **trusted}
         if second is None:
-            model = transformers.load(options["against_model"]).model
+            model = transformers.load(options["against_model"], **trusted).model
             return _compare.compare(first, model, _read_input_array(inputs), **limits)
         if layer is None:
             for path in filter(is_recording, (first, second)):
@@ -133,8 +136,9 @@ def _compare_files(
                     "of."
                 )
             return _verify.verify(first, second, progress=progress, **counts)
+        settings = {"layer": layer, **counts, **trusted}
         mine, theirs = (
-            path if is_recording(path) else loading.load_attention(path, layer=layer, **counts)
+            path if is_recording(path) else loading.load_attention(path, **settings)
             for path in (first, second)
         )
         return _compare.compare(mine, theirs, _read_input_array(inputs), **limits)
@@ -161,7 +165,7 @@ def _write_page(
     from headwise.reports.diagnosis import DiagnosisReport, render_diagnosis_page
 
     words = [
-        f"{output.option_text(name)}={value}"
+        output.option_text(name) + ("" if value is True else f"={value}")
         for name, value in options.items()
         if value is not None
     ]

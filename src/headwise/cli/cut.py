@@ -96,6 +96,7 @@ def prune(
     form: Form = "plain",
     length: Length = 128,
     page: Page = None,
+    trust_remote_code: output.TrustRemoteCode = False,
     dry_run: DryPrune = False,
     as_json: output.AsJson = False,
 ) -> None:
@@ -112,7 +113,7 @@ def prune(
             return opened.plan_prune(keep, by, repair, progress)
 
     call = f"prune(model, inputs, {keep=}, {by=}, {repair=}, even={form == 'plain'})"
-    shared = _Command(model, data, out, form, length, page, dry_run, as_json)
+    shared = _Command(model, data, out, form, length, page, trust_remote_code, dry_run, as_json)
     shared.run(call, make_plan)
 
 
@@ -126,6 +127,7 @@ def regroup(
     form: Form = "plain",
     length: Length = 128,
     page: Page = None,
+    trust_remote_code: output.TrustRemoteCode = False,
     dry_run: DryRegroup = False,
     as_json: output.AsJson = False,
 ) -> None:
@@ -138,7 +140,7 @@ def regroup(
     def make_plan(opened: StoredSubject, progress: output.Progress) -> RegroupPlan:
         return opened.plan_regroup(kv_heads, merge, progress)
 
-    shared = _Command(model, data, out, form, length, page, dry_run, as_json)
+    shared = _Command(model, data, out, form, length, page, trust_remote_code, dry_run, as_json)
     shared.run(f"regroup(model, inputs, {kv_heads=}, {merge=})", make_plan)
 
 
@@ -152,6 +154,7 @@ class _Command:
     form: Literal["plain", "full", "headwise"]
     length: int
     page: Path | None
+    trust_remote_code: bool
     dry_run: bool
     as_json: bool
 
@@ -169,9 +172,9 @@ class _Command:
             from headwise.surgery import stored
 
             page = self._prepare_page()
-            opened = stored.open_for_cut(
-                self.model, self.data, self.out, form=self.form, length=self.length, call=call
-            )
+            options: Any = {"form": self.form, "length": self.length, "call": call}
+            options["trust_remote_code"] = self.trust_remote_code
+            opened = stored.open_for_cut(self.model, self.data, self.out, **options)
             plan = make_plan(opened, progress)
         folder = opened.plan_folder(plan.cut)
         if not self.as_json:
@@ -228,13 +231,16 @@ class _Command:
         output.print_lines(lines, values if self.as_json else None)
 
     def _render(self, result: Pruning | Regrouping, written: Written) -> str:
+        from headwise.checkpoints.transformers import auto_class_name
         from headwise.reports.surgery import render_cut
         from headwise.scanning.source import make_model_title
 
-        kind, folder = type(result.model).__name__, str(written.folder)
-        lines = [f"from transformers import {kind}", f"model = {kind}.from_pretrained({folder!r})"]
+        kind, given = auto_class_name(result.model), repr(str(written.folder))
+        if self.trust_remote_code:
+            given += ", trust_remote_code=True"
+        lines = [f"from transformers import {kind}", f"model = {kind}.from_pretrained({given})"]
         if written.form == "headwise":
-            lines = ["import headwise.surgery", f"model = headwise.surgery.load({folder!r})"]
+            lines = ["import headwise.surgery", f"model = headwise.surgery.load({given})"]
         return render_cut(result, make_model_title(self.model), lines)
 
 

@@ -27,6 +27,7 @@ def detect(
         ),
     ] = None,
     counts: output.Counts,
+    trust_remote_code: output.TrustRemoteCode = False,
     as_json: output.AsJson = False,
 ) -> None:
     """Detect the layout of weights, or list the layouts that fit, with the reasons.
@@ -37,7 +38,8 @@ def detect(
     with output.progress_bar(output.make_console(stderr=True), "loading torch"):
         from headwise.identify import detection
 
-        result = detection.detect(place, reference=reference, against=against, **counts)
+        options = {**counts, "trust_remote_code": trust_remote_code}
+        result = detection.detect(place, reference=reference, against=against, **options)
     lines = detection.describe_detection(result, title=str(place))
     if result.fitting and not result.layout:
         lines += [f"With other weights of the same model: headwise compare {place} OTHER_WEIGHTS"]

@@ -41,6 +41,9 @@ Weights = Annotated[
     Path, typer.Argument(show_default=False, help="A file of weights, or a folder with them.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code in the folder of a model.")
+]
 Counts = dict[str, Any]  # int, or None without the option
 COUNTS = {
     "heads": "Query heads.",

@@ -102,9 +102,7 @@ class ScanOptions:
         Path | None, Option(help="A folder for the scan, in which a run can be resumed.")
     ] = None
     page: Annotated[Path, Option(help="The HTML page to write.")] = Path("headwise-scan/index.html")
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run the code in the folder of the weights.")
-    ] = False
+    trust_remote_code: output.TrustRemoteCode = False
     force: Annotated[bool, Option("--force", help="Write over an earlier page.")] = False
     skip_memory_check: Annotated[
         bool, Option("--skip-memory-check", help="Start even if the memory may not suffice.")
@@ -140,7 +138,8 @@ class ScanOptions:
         words = ["headwise", "scan", "--demo" if self.demo else str(self.model_dir)]
         for path in self.text or ():
             words += ["--text", str(path)]
-        for name in ("tokens", "random_repeats", "length", "out", "skip_empty", "device", "dtype"):
+        names = ("tokens", "random_repeats", "length", "out", "skip_empty", "device", "dtype")
+        for name in (*names, "trust_remote_code"):
             value, default = getattr(chosen, name), getattr(ScanOptions, name)
             if value != default:
                 words += [output.option_text(name), *([] if value is True else [str(value)])]

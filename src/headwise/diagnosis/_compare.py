@@ -48,6 +48,7 @@ def compare(
     gradients: bool = False,
     parts: Mapping[str, nn.Module] | None = None,
     budget: float | None = None,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Say whether two attentions are the same function, and if not, why.
@@ -72,6 +73,7 @@ def compare(
             such as {"q": port.q_proj, "k": port.k_proj}. Their outputs are compared too.
         budget: seconds after which no further input is run and no further cause is tried. At least
             one input is run. Half of it is left for the search.
+        trust_remote_code: True to prove stored layers against code that is in their folder.
         progress: called with (what is tried, number, total); None for a line on a terminal after
             2 seconds.
 
@@ -86,7 +88,7 @@ def compare(
         ShapeError: the two take tokens of other widths, or there are no tokens.
     """
     with watch.watching(budget, progress):
-        sides = _open_side("a", a), _open_side("b", b)
+        sides = _open_side("a", a, trust_remote_code), _open_side("b", b, trust_remote_code)
         return _compare(*sides, inputs, gradients=gradients, parts=parts)
 
 
@@ -104,6 +106,7 @@ class _Compared:
     # "module", an attention of transformers; "model", of several layers or with embeddings; or
     # "function" for all else.
     kind: str
+    trusted: bool  # True if code in a folder may run
 
     @property
     def is_path(self) -> bool:
@@ -113,8 +116,12 @@ class _Compared:
     def is_layer(self) -> bool:
         return self.kind in ("layer", "module")
 
+    def load(self, number: int) -> Attention:
+        """Return a layer of stored weights."""
+        return load_attention(self.value, layer=number, trust_remote_code=self.trusted)
 
-def _open_side(name: str, given: object) -> _Compared:
+
+def _open_side(name: str, given: object, trusted: bool) -> _Compared:
     value, kind = layers.layer_with_adapters(given), "function"
     if recording.is_recording(value):
         kind = "recording"
@@ -127,7 +134,7 @@ def _open_side(name: str, given: object) -> _Compared:
     elif isinstance(value, nn.Module):
         count = sum(isinstance(each, NAMED_LAYERS) for each in value.modules())
         kind = "model" if count > 1 or hasattr(value, "get_input_embeddings") else kind
-    return _Compared(name, value, kind)
+    return _Compared(name, value, kind, trusted)
 
 
 def _compare(
@@ -240,18 +247,18 @@ def _run_models(
         return run_models(a, b, inputs, vocabulary=min(sizes, default=None))
     if first and sides[1].is_path:
         run = run_model(a, inputs)
-        return run, _run_stored_layers(Path(b), run)
+        return run, _run_stored_layers(sides[1], run)
     if second and sides[0].is_path:
         run = run_model(b, inputs)
-        return _run_stored_layers(Path(a), run), run
+        return _run_stored_layers(sides[0], run), run
     return None
 
 
-def _run_stored_layers(path: Path, model: ModelRun) -> ModelRun:
+def _run_stored_layers(side: _Compared, model: ModelRun) -> ModelRun:
     """Load as many layers as a model has, and run each on the input of the model's layer."""
-    runs = []
+    path, runs = Path(side.value), []
     for number, other in enumerate(model.layers):
-        stored = layers.NativeSubject(load_attention(path, layer=number))
+        stored = layers.NativeSubject(side.load(number))
         name, call = f"layer {number} of {path.name}", stored.record(other.call.inputs)
         runs.append(LayerRun(name, call, stored.model, stored=stored.dtype))
     return ModelRun(path.name, runs, None, model.inputs)
@@ -273,7 +280,7 @@ def _make_subject(side: _Compared, other: _Compared) -> Subject:
     name, value = side.name, side.value
     if side.kind == "weights" and side.is_path and other.kind == "module":
         number = transformers.stated_layer_index(other.value) or 0
-        return layers.NativeSubject(load_attention(Path(value), layer=number))
+        return layers.NativeSubject(side.load(number))
     is_whole = side.kind == "model" and other.is_layer
     if is_whole and (modules := layers.read_attention_modules(value)):
         code = re.sub(r"\.(\d+)", r"[\1]", modules[0].prefix.rstrip("."))

@@ -581,6 +581,7 @@ def detect(
     config: Config | None = None,
     reference: Given | None = None,
     against: str | Path | None = None,
+    trust_remote_code: bool = False,
     heads: int | None = None,
     kv_heads: int | None = None,
     head_dim: int | None = None,
@@ -599,6 +600,7 @@ def detect(
         reference: the same weights in a known layout; their values decide.
         against: a folder with a transformers model that has the same weights; its computation
             decides.
+        trust_remote_code: True to run code in the folder of ``against``.
         heads: query heads, if no config has it.
         kv_heads: heads of keys and values.
         head_dim: channels of a head, in place of ``heads``.
@@ -616,11 +618,16 @@ def detect(
     other = None if reference is None else open_weights(reference, counts, title="the reference")
     if against is None:
         return _detect_by_values(given, other, {})
-    return _detect_by_running(given, other, against, counts)
+    return _detect_by_running(given, other, against, counts, trusted=trust_remote_code)
 
 
 def _detect_by_running(
-    given: GivenWeights, other: GivenWeights | None, against: str | Path, counts: Counts
+    given: GivenWeights,
+    other: GivenWeights | None,
+    against: str | Path,
+    counts: Counts,
+    *,
+    trusted: bool,
 ) -> Detection:
     if not isinstance(against, (str, Path)):
         raise OptionError(
@@ -632,7 +639,7 @@ def _detect_by_running(
     from headwise.identify.running import USE_REFERENCE
     from headwise.scanning.inputs import explain_failure_on_token_ids
 
-    stored = load(Path(against))
+    stored = load(Path(against), trust_remote_code=trusted)
     # The same weights have the same counts, so the counts of the model hold for both files.
     known = configs.merge_counts(stored.config, require_whole_counts(counts), origin=Path(against))
     detection = _detect_by_values(given, other, known)

@@ -43,6 +43,8 @@ from headwise.checkpoints.source import (
 from headwise.checkpoints.transformers import (
     ADAPTER,
     CONFIG,
+    auto_class_name,
+    find_trusted_code,
     make_empty_model,
     measure_model_bytes,
     read_model,
@@ -71,15 +73,17 @@ class StoredHeads:
 
     Raises:
         CheckpointError: the folder holds no complete model, or is cut in a form of headwise.
-        OptionError: no layout for this model; or quantised, adapted or shared weights.
+        OptionError: no layout for this model; code that may not run; or quantised, adapted or
+            shared weights.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         measure_model_bytes(folder)
         self.folder, self.source = folder, open_source(folder)
         self.config = read_config(folder)
         _require_plain_folder(folder, self.source, self.config)
-        self.heads = HeadPlaces(make_empty_model(self.config))
+        code = find_trusted_code(folder, self.config, trusted=trust_remote_code)
+        self.heads = HeadPlaces(make_empty_model(self.config, code))
         files = find_places(self.source.headers, self.config)
         self.places = _pair_places(folder, self.heads, files)
 
@@ -165,13 +169,16 @@ class FolderPlan:
         return pack(stored.places[name], state, stored.places[name].sizes(stored.source.headers))
 
 
-def plan_folder(cut: Cut, source: str | Path, *, form: Form = "plain") -> FolderPlan:
+def plan_folder(
+    cut: Cut, source: str | Path, *, form: Form = "plain", trust_remote_code: bool = False
+) -> FolderPlan:
     """Return the files of a cut model; nothing is written.
 
     Args:
         cut: layers have the names of the loaded model.
         source: a folder from save_pretrained.
         form: see `write`.
+        trust_remote_code: True to run code in the folder.
 
     Raises:
         CheckpointError, OptionError, ShapeError: see `write`.
@@ -182,7 +189,7 @@ def plan_folder(cut: Cut, source: str | Path, *, form: Form = "plain") -> Folder
             needed=" or ".join(map(repr, get_args(Form))),
             do="leave it out for a folder that plain transformers loads",
         )
-    stored = StoredHeads(Path(source))
+    stored = StoredHeads(Path(source), trust_remote_code=trust_remote_code)
     fitted = stored.fit(full_size(cut) if form == "full" else cut)
     states = ((name, stored.cut(name, layer)) for name, layer in fitted)
     config = PlainConfig(stored.config)
@@ -270,6 +277,7 @@ def write(
     target: str | Path,
     *,
     form: Form = "plain",
+    trust_remote_code: bool = False,
     progress: Progress = no_progress,
 ) -> Written:
     """Write a cut of a stored model into a new folder; the source stays as it is.
@@ -283,6 +291,7 @@ def write(
         target: a new folder.
         form: "plain" for a smaller model that plain transformers loads; "full" for the model at its
             size, with zeros for what is gone; "headwise" for a folder that `load` opens.
+        trust_remote_code: True to run code in the folder of the source.
         progress: called with a file's name, the bytes done, and the bytes in all.
 
     Raises:
@@ -291,7 +300,7 @@ def write(
         CheckpointError: no complete model, a target that exists or is inside the source, too little
             disk space, or a source that changes meanwhile.
     """
-    plan = plan_folder(cut, source, form=form)
+    plan = plan_folder(cut, source, form=form, trust_remote_code=trust_remote_code)
     stored, output = plan.stored.source, plan.output
     target = require_usable_target(stored, Path(target), "safetensors")
     options = form, plan.config.values, output.beside
@@ -299,11 +308,12 @@ def write(
     return Written(target, form, plan.config.changes, plan.nbytes, plan.nbytes_before)
 
 
-def load(folder: str | Path) -> Any:
+def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Load a model from a folder that `write` has made, of any form.
 
     The model has the class that config.json names, in eval mode and in the dtype of the file. In a
-    folder of the form "headwise" its attention modules have the sizes of the cut.
+    folder of the form "headwise" its attention modules have the sizes of the cut. Code in the
+    folder runs only with ``trust_remote_code=True``.
 
     Raises:
         CheckpointError: another folder, a cut of an unknown version, or tensors that are missing,
@@ -317,7 +327,7 @@ def load(folder: str | Path) -> Any:
     form = read_form(folder)
     cut, config = Cut.load(folder / RECORD), read_config(folder)
     _require_plain_weights(folder, source, config)
-    model, info = read_model(folder)
+    model, info = read_model(folder, trust_remote_code=trust_remote_code)
     if form != "headwise":
         _require_all(folder, info, frozenset())
         labels.label_model(model, folder)
@@ -413,6 +423,7 @@ PLAIN = """
 def load(folder, kind, dtype):
     import transformers
     options = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
+    options["trust_remote_code"] = TRUSTED
     model, info = getattr(transformers, kind).from_pretrained(folder, **options)
     wrong = {name: sorted(map(str, names)) for name, names in info.items() if names}
     assert not wrong, f"transformers reports {wrong}"
@@ -421,7 +432,7 @@ def load(folder, kind, dtype):
 HEADWISE = """
 def load(folder, kind, dtype):
     import headwise.surgery
-    return headwise.surgery.load(folder).to(dtype)
+    return headwise.surgery.load(folder, trust_remote_code=TRUSTED).to(dtype)
 """
 RUN = """
 import sys, torch
@@ -434,7 +445,13 @@ save_file({"output": output.contiguous()}, made)
 """
 
 
-def check_folder(folder: str | Path, model: Any, inputs: Mapping[str, Tensor]) -> float:
+def check_folder(
+    folder: str | Path,
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    *,
+    trust_remote_code: bool = False,
+) -> float:
     """Compare a written folder with the cut model in memory, and return the largest difference.
 
     A new process loads the folder, by plain transformers unless its form is "headwise".
@@ -443,17 +460,21 @@ def check_folder(folder: str | Path, model: Any, inputs: Mapping[str, Tensor]) -
         folder: of `headwise.surgery.write`.
         model: the same cut in memory: `headwise.surgery.cut_model`.
         inputs: arguments of the model, by name.
+        trust_remote_code: True to run code in the folder.
 
     Raises:
+        OptionError: code in the folder that may not run.
         CheckpointError: the process fails, or its outputs differ by more than the error budget.
     """
     folder = Path(folder)
-    script = (HEADWISE if read_form(folder) == "headwise" else PLAIN) + RUN
+    find_trusted_code(folder, read_config(folder), trusted=trust_remote_code)
+    script = f"TRUSTED = {bool(trust_remote_code)}\n"
+    script += (HEADWISE if read_form(folder) == "headwise" else PLAIN) + RUN
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     with tempfile.TemporaryDirectory() as made:
         given, output = Path(made, "inputs.safetensors"), Path(made, "output.safetensors")
         save_file({name: x.detach().cpu().contiguous() for name, x in inputs.items()}, given)
-        arguments = [str(folder), type(model).__name__, dtype, str(given), str(output)]
+        arguments = [str(folder), auto_class_name(model), dtype, str(given), str(output)]
         done = subprocess.run(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
         )

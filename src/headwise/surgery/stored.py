@@ -51,6 +51,7 @@ class StoredSubject:
     fit: list[dict[str, Tensor]]  # inputs to choose and fit on
     held_out: list[dict[str, Tensor]]  # inputs to measure on
     note: str  # the number of sequences of the text, as a sentence
+    trust_remote_code: bool = False  # True if code in the folder may run
 
     @property
     def journal(self) -> Path:
@@ -105,18 +106,21 @@ class StoredSubject:
 
     def plan_folder(self, cut: Cut) -> FolderPlan:
         """Return the files that a cut leads to."""
-        return plan_folder(cut, self.folder, form=self.form)
+        trusted = self.trust_remote_code
+        return plan_folder(cut, self.folder, form=self.form, trust_remote_code=trusted)
 
     def write(self, cut: Cut, progress: Progress) -> Written:
         """Write the folder, and remove the journal."""
-        written = write(cut, self.folder, self.target, form=self.form, progress=progress)
+        options: Any = {"form": self.form, "trust_remote_code": self.trust_remote_code}
+        written = write(cut, self.folder, self.target, **options, progress=progress)
         self.journal.unlink(missing_ok=True)
         return written
 
     def check(self, model: Any) -> float:
         """Load the folder in a new process; return the largest difference of its outputs."""
         inputs = {name: x[:2] for name, x in self.held_out[0].items()}
-        return check_folder(self.target, model, inputs)
+        trusted = self.trust_remote_code
+        return check_folder(self.target, model, inputs, trust_remote_code=trusted)
 
     def _identity(self, *options: str) -> str:
         digest = hashlib.sha256(open_source(self.folder).source_digest().encode())
@@ -165,7 +169,14 @@ def _unit_size(cut: LayerCut) -> int:
 
 
 def open_for_cut(
-    folder: Path, data: Path | None, target: Path, *, form: Form, length: int, call: str
+    folder: Path,
+    data: Path | None,
+    target: Path,
+    *,
+    form: Form,
+    length: int,
+    call: str,
+    trust_remote_code: bool = False,
 ) -> StoredSubject:
     """Load a model with a tokenizer, and the lines of a text, of at most ``length`` tokens each.
 
@@ -180,8 +191,9 @@ def open_for_cut(
     require_usable_target(open_source(folder), target, "safetensors")
     lines = None if data is None else read_lines(data)
     halves = read_sentences() if lines is None else (lines[::2], lines[1::2])
-    StoredHeads(folder)  # what cannot be cut is refused before it is loaded
-    stored = transformers.load(folder)
+    # what cannot be cut is refused before it is loaded
+    StoredHeads(folder, trust_remote_code=trust_remote_code)
+    stored = transformers.load(folder, trust_remote_code=trust_remote_code)
     if stored.tokenizer is None:
         raise OptionError(
             saw=f"{folder} has no tokenizer",
@@ -205,7 +217,7 @@ def open_for_cut(
         note += f"; {left} empty, repeated or of one token alone" if left else ""
     if (folder / RECORD).is_file():
         note += f"\nnumbers of heads are those of {folder}; {RECORD} has those of the first model"
-    return StoredSubject(folder, target, form, stored, fit, held_out, note)
+    return StoredSubject(folder, target, form, stored, fit, held_out, note, trust_remote_code)
 
 
 def read_lines(data: Path) -> list[str]:
