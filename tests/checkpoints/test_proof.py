@@ -186,6 +186,8 @@ def test_a_form_that_is_missing_is_refused_with_the_stage(tmp_path: Path) -> Non
         error.value
     )
     assert "far settings near, after 6 of 10 probes" in str(error.value)
+    unread = "the layer does not read rope_parameters.llama_4_scaling_beta, which changes them"
+    assert unread in str(error.value)
 
 
 def test_what_cannot_be_proved_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ def test_json_beside_a_page(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert done.exit_code == 0, done.exception
     assert json.loads(done.stdout)["verdict"] == "same"
     assert str(tmp_path / "page.html") in done.stderr
+    assert f"{folders[1]}: proved against " in done.stderr
 
 
 def test_a_page_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from headwise.checkpoints.config import Config, layout_in_layer, resolve
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.proof import (
     Probe,
+    ProbedClass,
     Proof,
     StirredTensors,
-    record_probes,
     shrink_far_settings,
 )
 from headwise.checkpoints.skeleton import NotRunError
@@ -285,18 +285,21 @@ class LoadTrial:
     """Probes of one module's class, on which readings of its tensors are tried.
 
     Attributes:
-        probes: what the class gave.
+        probed: the class, with the tensors of the module.
+        probes: what it gave.
         state: the tensors on which it ran.
         against: the name of its class.
         options: the caller's.
-        outcomes: name of a reading -> the probes that it passed, and the reason why it is refused.
+        outcomes: name of a reading -> the reading, the probes that it passed, and the reason why it
+            is refused.
     """
 
+    probed: ProbedClass
     probes: list[Probe]
     state: StirredTensors
     against: str
     options: Mapping[str, Any]
-    outcomes: dict[str, tuple[int, str]]
+    outcomes: dict[str, tuple[StoredReading, int, str]]
 
     @classmethod
     def of(cls, reading: StoredReading, options: Mapping[str, Any]) -> LoadTrial:
@@ -318,10 +321,10 @@ class LoadTrial:
                 f"a proof takes {human_bytes(needed)}, and {human_bytes(free)} are left"
             )
         state = StirredTensors(source)
-        tensors, roles = reading.tensors(state), reading.roles
-        probes, kind = record_probes(config, tensors, roles, options, code)
+        probed = ProbedClass(reading.tensors(state), reading.roles, code, {*options})
+        probes, kind = probed.record_all(config)
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
-        return cls(probes, state, kind, usual, {})
+        return cls(probed, probes, state, kind, usual, {})
 
     def find_layer(
         self, readings: Iterable[StoredReading], options: Mapping[str, Any]
@@ -344,26 +347,47 @@ class LoadTrial:
                 if probe.config is not built:
                     layer = None  # before another takes as much memory
                     built, config = probe.config, reading.config_of(probe, self.options)
-                    options = {"dtype": torch.float64, **self.options}
-                    layer = reading.layer(self.state, config=config, **options)
+                    layer = self._build(reading, config)
                 assert layer is not None
                 parted = probe.find_parted_stage(layer)
             except HeadwiseError as error:
-                self.outcomes[reading.name] = number, error.saw
+                self.outcomes[reading.name] = reading, number, error.saw
                 return None
             if parted is not None:
                 words = f"{parted} differ from {self.against} on {probe.name}"
-                self.outcomes[reading.name] = number, words
+                self.outcomes[reading.name] = reading, number, words
                 return None
         tokens = max(probe.call.x.shape[1] for probe in self.probes)
         return Proof(against=self.against, probes=len(self.probes), tokens=tokens)
 
+    def _build(self, reading: StoredReading, config: Config) -> Attention:
+        options = {"dtype": torch.float64, **self.options}
+        return reading.layer(self.state, config=config, **options)
+
+    def _list_unread_fields(self, reading: StoredReading, probe: Probe) -> list[str]:
+        """Return the fields of the config that act on the class, and not on a reading."""
+        own = reading.config is None
+        spec = self._build(reading, reading.config_of(self.probes[0])).spec
+
+        def is_read(changed: Config) -> bool:
+            try:
+                return self._build(reading, changed).spec != spec
+            except HeadwiseError:
+                return True
+
+        config = self.probes[0].config if own else reading.config
+        return self.probed.list_live_fields(config or {}, probe, is_read)
+
     def unequal_error(self, readings: Sequence[StoredReading]) -> OptionError:
         """Return the error for a module that no reading gives."""
         first, total = readings[0], len(self.probes)
-        name, (passed, why) = max(self.outcomes.items(), key=lambda each: each[1][0])
+        reading, passed, why = max(self.outcomes.values(), key=lambda each: each[1])
+        name, is_layer = reading.name, " differ from " in why
         kind, others = first.opened.config.get("model_type"), len(self.outcomes) - 1
         rest = f"; {others} other readings part as well" if others else ""
+        fields = self._list_unread_fields(reading, self.probes[passed]) if is_layer else []
+        if fields:
+            rest += f"; the layer does not read {list_some(fields, MAX_NAMES)}, which changes them"
         return OptionError(
             saw=f"{first.module.prefix} of a {kind} model: as {name}, {why}, after {passed} of "
             f"{total} probes{rest}",

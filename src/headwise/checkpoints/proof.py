@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checkpoints.skeleton import (
+    COSTLY,
     ClassCall,
     NotRunError,
     Skeleton,
     TwoSourcesError,
     build_skeleton,
 )
+from headwise.errors import OptionError
 from headwise.function.rotary import Rotary
 from headwise.function.rounding import (
     allow_two_runs,
@@ -41,6 +43,8 @@ BATCH, SHORT, LONG, SOURCE, LATE, PADDING = 2, 24, 64, 19, 7, 5
 FAR = re.compile(r"window|chunk|local_attention|original_max_position|floor_scale")
 # A layer of hidden size 8,192 takes seconds for each hundred tokens.
 LONGEST_OF_LARGE, LEFT_OUT = 40, ("a short text", "padding on the right")
+# Numbers of a config that are no part of a function of one layer.
+NO_FUNCTION = re.compile(r"_ids?$|vocab|layers|init|dropout|cache|version|return|output")
 # Arguments by which a model gives a part of itself what is added to queries and keys.
 PLACES = re.compile(r"position_embeddings$|object_queries|reference_points")
 NEAR, NEAR_ORIGINAL = 6, 32
@@ -226,39 +230,85 @@ def shrink_far_settings(values: Mapping[str, Any], given: Collection[str] = ()) 
     """
     near: dict[str, Any] = {}
     for name, value in values.items():
-        number, option = (NEAR_ORIGINAL, "rotary") if "original" in name else (NEAR, "window")
+        number, option = (NEAR_ORIGINAL, "rotary") if "original" in str(name) else (NEAR, "window")
         if isinstance(value, Mapping):
             near[name] = shrink_far_settings(value, given)
-        elif isinstance(value, int) and value > LONG // 2 and FAR.search(name):
+        elif isinstance(value, int) and value > LONG // 2 and FAR.search(str(name)):
             near[name] = value if option in given else number
         else:
             near[name] = value
     return near
 
 
-def record_probes(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    roles: Mapping[str, str],
-    given: Collection[str],
-    code: Path | None = None,
-) -> tuple[list[Probe], str]:
-    """Run the class of a config on all probes; return them with the name of the class.
+@dataclass(frozen=True, eq=False)
+class ProbedClass:
+    """A class of transformers with the tensors of one attention; see `build_skeleton`.
 
-    See `build_skeleton` and `shrink_far_settings`.
-
-    Raises:
-        NotRunError: the class cannot be built here, or runs on no probe.
+    Attributes:
+        tensors: by their stored names.
+        roles: the name of a tensor of each projection.
+        code: the folder of the class, None for one of transformers.
+        given: options of the caller, see `shrink_far_settings`.
     """
-    near, probes = shrink_far_settings(config, given), list[Probe]()
-    for is_near, values in ((False, config), (True, near)):
-        if not is_near or near != dict(config):
-            skeleton = build_skeleton(values, tensors, roles, code)
-            probes += _record_probes(skeleton, is_near=is_near)
-    return probes, type(skeleton.attention).__name__
+
+    tensors: Mapping[str, Tensor]
+    roles: Mapping[str, str]
+    code: Path | None
+    given: Collection[str]
+
+    def record_all(self, config: Mapping[str, Any]) -> tuple[list[Probe], str]:
+        """Run the class on all probes; return them with the name of the class.
+
+        Raises:
+            NotRunError: the class cannot be built here, or runs on no probe.
+        """
+        near, probes = shrink_far_settings(config, self.given), list[Probe]()
+        for is_near, values in ((False, config), (True, near)):
+            if not is_near or near != dict(config):
+                skeleton = build_skeleton(values, self.tensors, self.roles, self.code)
+                probes += _record_probes(skeleton, is_near=is_near)
+        return probes, type(skeleton.attention).__name__
+
+    def list_live_fields(
+        self, config: Mapping[str, Any], probe: Probe, is_read: Callable[[Mapping[str, Any]], bool]
+    ) -> list[str]:
+        """Return the fields of a config that change the output of a probe, and that nobody reads.
+
+        A field that changes the input of the attention says nothing of the attention.
+        """
+        fields = []
+        if sum(x.numel() for x in self.tensors.values()) > COSTLY:
+            return []
+        for name, changed in _vary_fields(config):
+            if is_read(changed):
+                continue
+            near = shrink_far_settings(changed, self.given) if probe.is_near else changed
+            try:
+                skeleton = build_skeleton(near, self.tensors, self.roles, self.code)
+                others = _record_probes(skeleton, is_near=probe.is_near, only=probe.name)
+            except (NotRunError, OptionError):
+                continue
+            x, y = probe.call.x, probe.call.stages["output"]
+            calls = [other.call for other in others if torch.equal(other.call.x, x)]
+            fields += [name for call in calls if not torch.equal(call.stages["output"], y)]
+        return fields
 
 
-def _record_probes(skeleton: Skeleton, *, is_near: bool = False) -> list[Probe]:
+def _vary_fields(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of each number of a config, with a config in which it is another one."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            for inner, changed in _vary_fields(value):
+                yield f"{name}.{inner}", {**config, name: changed}
+        elif NO_FUNCTION.search(str(name)):
+            continue
+        elif isinstance(value, bool):
+            yield name, {**config, name: not value}
+        elif isinstance(value, int | float):
+            yield name, {**config, name: type(value)(2 * value) or 3}
+
+
+def _record_probes(skeleton: Skeleton, *, is_near: bool, only: str = "") -> list[Probe]:
     suffix = ", with far settings near" if is_near else ""
     reasons: list[NotRunError] = []
     config = skeleton.config
@@ -266,6 +316,8 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool = False) -> list[Probe]:
         probes: list[Probe] = []
         failures: list[NotRunError] = []
         for name, inputs, real in _list_inputs(owner, is_large=skeleton.is_large):
+            if only not in ("", f"{name}{suffix}"):
+                continue
             if "inputs_embeds" in inputs and probes and not failures:
                 break  # it runs on token ids
             try:

@@ -117,7 +117,8 @@ def _require_options_that_agree(
 def _compare_files(
     first: Path, second: Path | None, options: Mapping[str, Any], counts: output.Counts
 ) -> output.Diagnosis:
-    with output.progress_bar(output.make_console(stderr=True), "loading torch") as progress:
+    console = output.make_console(stderr=True)
+    with output.progress_bar(console, "loading torch") as progress:
         from headwise.checkpoints import loading, transformers
         from headwise.diagnosis import _compare
         from headwise.diagnosis.subjects.recording import is_recording
@@ -141,6 +142,9 @@ def _compare_files(
             path if is_recording(path) else loading.load_attention(path, **settings)
             for path in (first, second)
         )
+        for path, made in ((first, mine), (second, theirs)):
+            if proof := getattr(made, "proof", ""):
+                console.print(f"{path}: {proof}", markup=False, highlight=False, soft_wrap=True)
         return _compare.compare(mine, theirs, _read_input_array(inputs), **limits)
 
 
