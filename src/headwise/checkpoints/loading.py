@@ -313,6 +313,9 @@ class LoadTrial:
         config, source = reading.opened.config, reading.opened.source
         if not config.get("model_type"):
             raise NotRunError("no config.json names a model_type")
+        stored, own = reading.stored.name, config_json.layout_name(config)
+        if reading.opened.description is not None and own not in (None, stored):
+            raise NotRunError(f"transformers reads these weights as {own}, and not as {stored}")
         code = find_trusted_code(source.path, config, trusted=reading.opened.trusts_code)
         headers = source.headers
         needed = COPIES * 8 * sum(prod(headers[name].shape) for name in reading.module.tensors)
