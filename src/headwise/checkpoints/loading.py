@@ -313,9 +313,9 @@ class LoadTrial:
         config, source = reading.opened.config, reading.opened.source
         if not config.get("model_type"):
             raise NotRunError("no config.json names a model_type")
-        stored, own = reading.stored.name, config_json.layout_name(config)
-        if reading.opened.description is not None and own not in (None, stored):
-            raise NotRunError(f"transformers reads these weights as {own}, and not as {stored}")
+        stored, listed = reading.stored.name, config_json.layout_name(config)
+        if reading.opened.description is not None and listed not in (None, stored):
+            raise NotRunError(f"transformers reads these weights as {listed}, and not as {stored}")
         code = find_trusted_code(source.path, config, trusted=reading.opened.trusts_code)
         headers = source.headers
         needed = COPIES * 8 * sum(prod(headers[name].shape) for name in reading.module.tensors)
@@ -369,7 +369,7 @@ class LoadTrial:
 
     def _list_unread_fields(self, reading: StoredReading, probe: Probe) -> list[str]:
         """Return the fields of the config that act on the class, and not on a reading."""
-        own = reading.config is None
+        is_open = reading.config is None
         spec = self._build(reading, reading.config_of(self.probes[0])).spec
 
         def is_read(changed: Config) -> bool:
@@ -378,7 +378,7 @@ class LoadTrial:
             except HeadwiseError:
                 return True
 
-        config = self.probes[0].config if own else reading.config
+        config = self.probes[0].config if is_open else reading.config
         return self.probed.list_live_fields(config or {}, probe, is_read)
 
     def unequal_error(self, readings: Sequence[StoredReading]) -> OptionError:
