@@ -151,6 +151,31 @@ def test_a_bias_of_zeros_is_random_in_the_proof(
         load_attention(tmp_path)
 
 
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_outputs_that_show_nothing_prove_nothing(
+    value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = _store("llama", tmp_path), skeleton.Skeleton._read_call
+
+    def read_call(*args: Any, **options: Any) -> skeleton.ClassCall:
+        call = read(*args, **options)
+        for stage in call.stages.values():
+            stage.fill_(value)
+        return call
+
+    def fill(*args: Any, **options: Any) -> headwise.Attention:
+        layer = make(*args, **options)
+        layer.out_proj.weight.data.fill_(value)
+        layer.v_proj.weight.data.fill_(value)
+        return layer
+
+    make = loads.attention_from_state
+    monkeypatch.setattr(skeleton.Skeleton, "_read_call", read_call)
+    monkeypatch.setattr(loads, "attention_from_state", fill)
+    with pytest.raises(OptionError, match="differ from LlamaAttention"):
+        load_attention(path)
+
+
 def test_tensors_of_one_value_are_stirred_once() -> None:
     state = {"a": torch.zeros(3, 4), "b": torch.arange(3.0), "c": torch.ones(1)}
     stirred = StirredTensors(state)

@@ -9,16 +9,16 @@ casts to it on the way is kept wide.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from headwise.function.budget import Budget, BudgetVerdict
 from headwise.function.rounding import DRAWS, FORWARD, REACH
+from headwise.support.wide import WideMode, default_float64
 
 Outputs = dict[str, Tensor]
 WEIGHTS = ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")
@@ -117,34 +117,9 @@ def _largest(x: Tensor) -> float:
 # ---- float64 ---------------------------------------------------------------------------------
 
 
-class _Wide(TorchFunctionMode):
-    """Whatever is to become float32 becomes float64."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        args, kwargs = tree_map(_widened, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _widened(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
-
-
 def _in_float64(model: nn.Module, inputs: dict[str, Any]) -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Wide():
-            return run(model, {name: _double(x) for name, x in inputs.items()})
-    finally:
-        torch.set_default_dtype(before)
+    with default_float64(), WideMode():
+        return run(model, {name: _double(x) for name, x in inputs.items()})
 
 
 def _double(value: Any) -> Any:

@@ -159,6 +159,8 @@ class Probe:
     def _measure_gap(self, stage: str, theirs: Tensor, mine: Tensor) -> float:
         if self.real is not None and stage != "v" and self.real.shape == mine.shape[:2]:
             mine, theirs = mine[self.real], theirs[self.real]
+        if not theirs.isfinite().all() or not theirs.any():
+            return torch.inf  # zeros, NaN and infinities would be equal whatever the layer is
         return relative_difference_norm(mine, theirs)
 
 
