@@ -67,10 +67,6 @@ class Proof:
     tokens: int = 0
     reason: str = ""
 
-    def __bool__(self) -> bool:
-        """True if the layer is proved."""
-        return not self.reason
-
     def __str__(self) -> str:
         if self.reason:
             return f"not proved: {self.reason}"
