@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,25 +28,52 @@ from headwise.function.weights import KINDS
 FLOAT32 = Roundoff.of(torch.float32, with_reference=False).u
 
 
-class Given(NamedTuple):
+class Given(Protocol):
     """All that the formula of a stage reads in one call of an attention.
 
-    A search computes stages by the ten thousand, so that what few formulas read is a function.
+    A search computes stages by the ten thousand, so each part is made when a formula reads it.
+
+    Attributes:
+        role: whose heads the stage has.
+        settings: of the attention.
+        tensors: those that the record names, None for one that is absent.
+        parts: the stages before it; keys and values of all calls.
+        tokens: (batch, length, width), of keys and values for their stages, else of queries.
+        positions: of these tokens, (batch, length).
+        key_positions: of all keys, (batch, keys).
+        distances: of keys from queries, (batch, 1, queries, keys).
+        mask: the caller's.
+        dtype: of the arithmetic that is bounded.
+        compute: returns a pure function of its arguments, and may remember it.
+        result: the stage, whose rounding is bounded.
+        at: returns what is given for another stage of the call.
     """
 
-    role: str  # whose heads the stage has
-    settings: AttentionSpec
-    tensors: Sequence[Any]  # those that the record names, None for one that is absent
-    parts: Sequence[Tensor]  # the stages before it; keys and values of all calls
-    tokens: Tensor  # (batch, length, width), of keys and values for their stages, else of queries
-    positions: Callable[[], Tensor]  # of these tokens, (batch, length)
-    key_positions: Callable[[], Tensor]  # of all keys, (batch, keys)
-    distances: Callable[[], Tensor]  # of keys from queries, (batch, 1, queries, keys)
-    mask: Tensor | None  # the caller's
-    dtype: torch.dtype  # of the arithmetic that is bounded
-    compute: Callable[..., Tensor]  # returns a pure function of its arguments, and may remember it
-    result: Callable[[], Tensor]  # returns the stage, whose rounding is bounded
-    at: Callable[[str], Given]  # returns what is given for another stage of the call
+    @property
+    def role(self) -> str: ...
+    @property
+    def settings(self) -> AttentionSpec: ...
+    @property
+    def tensors(self) -> Sequence[Any]: ...
+    @property
+    def parts(self) -> Sequence[Tensor]: ...
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def key_positions(self) -> Tensor: ...
+    @property
+    def distances(self) -> Tensor: ...
+    @property
+    def mask(self) -> Tensor | None: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def compute(self) -> Callable[..., Tensor]: ...
+    @property
+    def result(self) -> Tensor: ...
+    def at(self, stage: str, /) -> Given: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +144,7 @@ def _normalise(given: Given, x: Tensor, place: str) -> Tensor:
 
 
 def _bound_norm(given: Given, r: Roundoff) -> Tensor:
-    x = given.result()
+    x = given.result
     count = x.shape[1] * x.shape[3]
     # a mean that is subtracted cancels digits of the largest entry
     return (count * r.u + 8 * r.U) * x.abs().amax((1, 3), keepdim=True).expand_as(x)
@@ -127,7 +154,7 @@ def _rotate(given: Given) -> Tensor:
     (x,), rule = given.parts, given.settings.rotation
     if rule is not None:
         offset = rule.q_offset if given.role == "q" else rule.k_offset
-        x = given.compute(_rotate_from_offset, rule, x, given.positions(), offset)
+        x = given.compute(_rotate_from_offset, rule, x, given.positions, offset)
     return _normalise(given, x, "after")
 
 
@@ -139,9 +166,9 @@ def _bound_rotation(given: Given, r: Roundoff) -> Tensor:
     bound, rule = _bound_norm(given, r), given.settings.rotation
     if rule is None or not rule.width:
         return bound
-    largest = given.positions().abs().max() * rotary.frequencies_of_rule(rule).max()
+    largest = given.positions.abs().max() * rotary.frequencies_of_rule(rule).max()
     size = given.parts[0].abs().amax(3, keepdim=True)
-    return bound + (8 * r.U + FLOAT32 * largest) * rule.amplitude * size.expand_as(given.result())
+    return bound + (8 * r.U + FLOAT32 * largest) * rule.amplitude * size.expand_as(given.result)
 
 
 # ---- scores and weights --------------------------------------------------------------------------
@@ -157,7 +184,7 @@ def scale_products(given: Given) -> Tensor:
 def _score(given: Given) -> Tensor:
     products, (table,) = scale_products(given), given.tensors
     return given.compute(
-        _bias_and_hide, given.settings, products, given.distances(), given.mask, table
+        _bias_and_hide, given.settings, products, given.distances, given.mask, table
     )
 
 
@@ -191,12 +218,12 @@ def _bound_products(given: Given, r: Roundoff, scores: Tensor | None = None) -> 
         # numbers that are added to products round at their size
         bound = bound + 8 * r.U * scores.abs().nan_to_num(0.0, posinf=0.0)
     if (slopes := slopes_of(settings)) is not None:
-        bound = bound + (8 * r.U + FLOAT32) * largest_bias(slopes, given.key_positions())
+        bound = bound + (8 * r.U + FLOAT32) * largest_bias(slopes, given.key_positions)
     return bound
 
 
 def _bound_scores(given: Given, r: Roundoff) -> Tensor:
-    return _bound_products(given, r, given.result())
+    return _bound_products(given, r, given.result)
 
 
 def _softmax(given: Given) -> Tensor:
@@ -204,7 +231,7 @@ def _softmax(given: Given) -> Tensor:
 
 
 def _bound_softmax(given: Given, r: Roundoff) -> Tensor:
-    (s,), weights = given.parts, given.result()
+    (s,), weights = given.parts, given.result
     largest = s.masked_fill(~s.isfinite(), 0.0).abs().amax(-1, keepdim=True)
     return (s.shape[-1] * r.u + (8 + 4 * largest) * r.U) * weights + torch.finfo(given.dtype).tiny
 

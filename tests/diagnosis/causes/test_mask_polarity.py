@@ -15,7 +15,7 @@ def names(number: float) -> list[tuple[str, object]]:
     def scores(forced: ForcedStage) -> Tensor:
         mask = forced.call.inputs.mask
         assert mask is not None
-        return scale_products(forced.given) + number * mask
+        return scale_products(forced) + number * mask
 
     right = model_of()
     inputs = inputs_of(mask=PADDED[:, None, None])

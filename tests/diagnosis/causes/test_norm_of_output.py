@@ -96,7 +96,7 @@ def test_a_norm_of_the_input_with_weights_is_read_off_stages() -> None:
 
     def normed(forced: ForcedStage) -> Tensor:
         normed = forced.with_inputs(x=norm(forced.call.inputs.x).detach())
-        return STAGES[forced.stage].compute(normed.given)
+        return STAGES[forced.stage].compute(normed)
 
     faulty = model
     for role in "qkv":

@@ -89,6 +89,6 @@ def _compute_from_rounded(dtype: torch.dtype, parts: Sequence[str], forced: Forc
     result = near.usual_result()
     if "products" not in parts or near.settings.cap is not None:
         return result
-    scaled, factor = scale_products(near.given), near.settings.factor
+    scaled, factor = scale_products(near), near.settings.factor
     products = rounded(scaled / factor) * factor
     return result + (rounded(products) if "rounded products" in parts else products) - scaled

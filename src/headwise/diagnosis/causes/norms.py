@@ -263,7 +263,7 @@ def _project_normed_input(norm: Norm, of: str, forced: ForcedStage) -> Tensor:
     source = inputs.source
     if source is not None and of != "x":
         source = norm(source.double())
-    return STAGES[forced.stage].compute(forced.with_inputs(x=x, source=source).given)
+    return STAGES[forced.stage].compute(forced.with_inputs(x=x, source=source))
 
 
 def _add_residual(factor: float, forced: ForcedStage) -> Tensor:

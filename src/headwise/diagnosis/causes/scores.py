@@ -161,9 +161,7 @@ def _cap(form: Callable[[Tensor, float], Tensor], forced: ForcedStage) -> Tensor
     cap, bare = forced.settings.cap, forced.model.with_settings(softcap=None)
     if cap is None:  # another change left it out
         return forced.usual_result()
-    change = form(scale_products(replace(forced, model=bare).given), cap) - scale_products(
-        forced.given
-    )
+    change = form(scale_products(replace(forced, model=bare)), cap) - scale_products(forced)
     return forced.usual_result() + change
 
 

@@ -414,7 +414,7 @@ VIEWS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def _gate_heads(change: Callable[[Tensor], Tensor], forced: ForcedStage) -> Tensor:
-    if (gates := output_gates(forced.given)) is None:  # with another cause, which leaves it out
+    if (gates := output_gates(forced)) is None:  # with another cause, which leaves it out
         return forced.usual_result()
     bare = replace(forced, model=forced.model.with_weights(wg=None, bg=None)).usual_result()
     return bare * change(gates)

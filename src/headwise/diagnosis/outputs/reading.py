@@ -397,7 +397,7 @@ def _contributions(model: AttentionModel, call: RecordedCall) -> Tensor:
     """Return what each key adds to the output of the last query, (sequences, heads, 2, out_dim)."""
     forced = model.prepare_stage("head outputs", call)
     values = repeat_kv_heads(forced["v"], heads=model.sizes["heads"])
-    if (gates := output_gates(forced.given)) is not None:
+    if (gates := output_gates(forced)) is not None:
         values = values * gates[:, :, -1:]
     return torch.einsum("bhkd,hdo->bhko", values, model.projection("o")[0])
 

@@ -70,7 +70,7 @@ def allowed_difference(forced: ForcedStage) -> Tensor:
     """Return the difference that rounding explains, of the shape of the stage."""
     r = rounding.Roundoff.of(forced.call.dtype, with_reference=False)
     if _can_bound_by_formula(forced):
-        return SIDES * STAGES[forced.stage].bound(forced.given, r)
+        return SIDES * STAGES[forced.stage].bound(forced, r)
     call, is_bare = forced.call, not forced.call.stages and not forced.model.replaced
     if is_bare and call.dtype != torch.float64:
         exact = forced.result

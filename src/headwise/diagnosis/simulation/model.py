@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.function.records import STAGES, Given
+from headwise.function.records import STAGES
 from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec
 from headwise.function.stages import visible_by_distance
 from headwise.function.weights import KINDS, State, bias_of, sizes_of
@@ -349,29 +349,68 @@ class ForcedStage:
         """The settings of the model."""
         return self.model.settings
 
+    # ---- what the formula of the stage reads (`headwise.function.records.Given`) ----------------
+
     @property
-    def given(self) -> Given:
-        """All that the formula of the stage reads."""
-        record, call, model = STAGES[self.stage], self.call, self.model
-        is_of_keys = record.role in "kv"
+    def role(self) -> str:
+        """Whose heads the stage has."""
+        return STAGES[self.stage].role
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """The weights of the stage, None for one that is absent."""
+        return [*map(self.model.weights.get, STAGES[self.stage].tensors)]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The stages before it; keys and values of all calls."""
+        record = STAGES[self.stage]
         parts = [*map(self.__getitem__, record.before)]
-        if record.cached and call.earlier:
+        if record.cached and self.call.earlier:
             parts[record.before.index(record.cached)] = self.of_all_calls(record.cached)
-        return Given(
-            role=record.role,
-            settings=model.settings,
-            tensors=[*map(model.weights.get, record.tensors)],
-            parts=parts,
-            tokens=call.inputs.key_source if is_of_keys else call.inputs.x,
-            positions=lambda: call.new_key_positions if is_of_keys else call.query_positions,
-            key_positions=lambda: call.key_positions,
-            distances=lambda: key_query_distances(call),
-            mask=call.inputs.mask,
-            dtype=call.dtype,
-            compute=model.memory.compute,
-            result=lambda: self.result,
-            at=lambda stage: replace(self, stage=stage).given,
-        )
+        return parts
+
+    @property
+    def tokens(self) -> Tensor:
+        """The input of the heads."""
+        inputs = self.call.inputs
+        return inputs.key_source if self.role in "kv" else inputs.x
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the tokens, (batch, length)."""
+        return self.call.new_key_positions if self.role in "kv" else self.call.query_positions
+
+    @property
+    def key_positions(self) -> Tensor:
+        """Positions of all keys, (batch, keys)."""
+        return self.call.key_positions
+
+    @property
+    def distances(self) -> Tensor:
+        """Positions of keys less those of queries, (batch, 1, queries, keys)."""
+        return key_query_distances(self.call)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The caller's mask."""
+        return self.call.inputs.mask
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic that was recorded."""
+        return self.call.dtype
+
+    @property
+    def compute(self) -> Callable[..., Tensor]:
+        """The memory of the model."""
+        return self.model.memory.compute
+
+    def at(self, stage: str) -> ForcedStage:
+        """Return another stage of the call."""
+        return replace(self, stage=stage)
+
+    # ---- its result -----------------------------------------------------------------------------
 
     def with_inputs(self, **changes: Any) -> ForcedStage:
         """Return the stage of a call with other inputs."""
@@ -388,7 +427,7 @@ class ForcedStage:
         """Return the stage by the usual function."""
         if self.substitute is not None:
             return self.substitute(replace(self, substitute=None))
-        return STAGES[self.stage].compute(self.given)
+        return STAGES[self.stage].compute(self)
 
     def __getitem__(self, stage: str) -> Tensor:
         """Return an earlier stage: as recorded, or else computed by the model."""
