@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -39,6 +40,7 @@ from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule, find_modules, find_unlisted_tensors_of_module
+from headwise.layouts.plan import convert
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.memory import available_memory
 from headwise.support.text import human_bytes, list_some
@@ -154,6 +156,25 @@ class StoredReading:
         shared = find_shared_tables(self.stored, self.module, self.modules, state)
         return {name: state[name] for name in (*self.module.tensors, *shared)}
 
+    def of_class(self, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return the tensors as files of the class have them, and their `roles`.
+
+        Raises:
+            NotRunError: a description names another layout, which cannot be converted.
+        """
+        tensors, listed = self.tensors(state), config_json.layout_name(self.opened.config)
+        if self.opened.description is None or listed in (None, self.stored.name):
+            return tensors, self.roles
+        target = registry.layout(listed)
+        try:
+            converted = convert(tensors, self.stored, target, **self.opened.known)
+        except HeadwiseError as error:
+            raise NotRunError(
+                f"transformers reads these weights as {listed}: {error.saw}"
+            ) from None
+        modules = [m for m in find_modules(target, converted) if m.layer == self.module.layer]
+        return converted, replace(self, stored=target, module=modules[0]).roles
+
     def config_of(self, probe: Probe, given: Collection[str] = ()) -> Config:
         """Return the fields of config.json for the model of a probe."""
         if self.config is None:
@@ -241,31 +262,21 @@ class StoredLayers:
 
         Where only the config names the layout, a tower beside the model may have another.
         """
-        source = self.opened.source
-        try:
-            layer, problem = reading.layer(source, **self.options), None
-        except OptionError as error:
-            problem = error
+        source, module = self.opened.source, reading.module
         try:
             trial = LoadTrial.of(reading, self.options)
         except (NotRunError, MissingExtraError, UntrustedCodeError) as error:
-            if problem is not None:
-                raise problem from None
+            layer = reading.layer(source, **self.options)
             layer.proof = str(Proof(reason=_reason(error)))
             return layer
-        usual = [] if problem is not None else [reading]
-        proved = trial.find_proved([*usual, *reading.vary()])
-        if proved is not None:
+        if (proved := trial.find_proved([reading, *reading.vary()])) is not None:
             return self._keep(proved, proved.layer(self.options))
-        refusal = problem or trial.unequal_error([reading])
-        if self.layout is not None or self.opened.description is not None:
-            raise refusal
-        module = reading.module
-        try:
-            fitting = _readings_that_fit(self.opened, module.layer, module.prefix)
-            return self._load_unlisted(fitting)
-        except OptionError:
-            raise refusal from None
+        if self.layout is None and self.opened.description is None:
+            with suppress(OptionError):
+                fitting = _readings_that_fit(self.opened, module.layer, module.prefix)
+                return self._load_unlisted(fitting)
+        reading.layer(source, **self.options)  # raises where config and tensors make no layer
+        raise trial.unequal_error([reading])
 
     def _load_unlisted(self, readings: Sequence[StoredReading]) -> Attention:
         """Return the only layer that gives the numbers of the class, of all layouts that fit."""
@@ -352,9 +363,6 @@ class LoadTrial:
         config, source = reading.opened.config, reading.opened.source
         if not config.get("model_type"):
             raise NotRunError("no config.json names a model_type")
-        stored, listed = reading.stored.name, config_json.layout_name(config)
-        if reading.opened.description is not None and listed not in (None, stored):
-            raise NotRunError(f"transformers reads these weights as {listed}, and not as {stored}")
         code = find_trusted_code(source.path, config, trusted=reading.opened.trusts_code)
         headers = source.headers
         needed = COPIES * 8 * sum(prod(headers[name].shape) for name in reading.module.tensors)
@@ -363,10 +371,10 @@ class LoadTrial:
                 f"a proof takes {human_bytes(needed)}, and {human_bytes(free)} are left"
             )
         state = StirredTensors(source)
-        tensors = reading.tensors(state)
+        tensors, roles = reading.of_class(state)
         if broken := next((n for n, x in tensors.items() if not x.isfinite().all()), None):
             raise NotRunError(f"{broken} holds NaN or infinite numbers")
-        probed = ProbedClass(tensors, reading.roles, code, {*options})
+        probed = ProbedClass(tensors, roles, code, {*options})
         probes, skeleton = probed.record_all(config)
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
         return cls(probed, probes, state, skeleton, usual, {})
@@ -473,8 +481,8 @@ class ProvedReading:
             {local: tuple(headers[name].shape) for name, local in each.tensors.items()}
             for each in (mine, module)
         )
-        kinds = (self.skeleton.kind_of(each.tensors) for each in (mine, module))
-        if shapes != others or next(kinds) != next(kinds):
+        kind, other = (self.skeleton.kind_of(each.tensors) for each in (mine, module))
+        if shapes != others or kind is None or kind != other:
             return None
         return replace(self, reading=replace(self.reading, module=module))
 

@@ -137,15 +137,20 @@ class Skeleton:
         source = None if is_same else source
         return ClassCall(x=x, source=source, stages=stages, is_narrow=is_narrow)
 
-    def kind_of(self, stored: Iterable[str]) -> tuple[object, ...]:
+    def kind_of(self, stored: Iterable[str]) -> tuple[object, ...] | None:
         """Return what an attention of the model is, by its stored names: equal for one kind.
+
+        None where the model has no place for one of them.
 
         Those are its path without numbers, its classes, settings and tables, those of its block,
         and its entries in lists of the config with one for each layer. The number of the layer
         itself is left out.
         """
-        names = _rename(self.model, stored).values()
-        path = _common_path([name.rpartition(".")[0] for name in names])
+        stored = list(stored)
+        names = _rename(self.model, stored)
+        if len(names) < len(stored):
+            return None
+        path = _common_path([name.rpartition(".")[0] for name in names.values()])
         attention, parts = self.model.get_submodule(path), path.split(".")
         block = self.model.get_submodule(".".join(parts[:-1]))
         lists = [x for x in self.config.values() if isinstance(x, list | tuple)]
@@ -195,7 +200,9 @@ def build_skeleton(
     try:
         with silence_transformers(transformers), default_float64():
             kind, made = class_of_config(transformers, _in_double(config), code)
-            model = _build(transformers, kind, made)
+            made._experts_implementation = "eager"  # the grouped kernel has no float64
+            with parameters_on_meta():
+                model = kind(made)
             names = _place(model, tensors)
     except OptionError:
         raise
@@ -233,15 +240,6 @@ def _in_double_part(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     return float(value["__float__"]) if "__float__" in value else _in_double(value)
-
-
-def _build(transformers: Any, kind: Any, config: Any) -> Any:
-    if not issubclass(kind, transformers.PreTrainedModel):
-        with torch.device("meta"):  # an Auto class chooses one
-            kind = type(kind.from_config(config))
-    config._experts_implementation = "eager"  # the grouped kernel has no float64
-    with parameters_on_meta():
-        return kind(config)
 
 
 @contextmanager
