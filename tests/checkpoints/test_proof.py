@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +297,7 @@ def test_described_weights_are_proved_as_files_of_their_class(tmp_path: Path) ->
     x = torch.randn(2, 7, 36)
     torch.testing.assert_close(layer(x), same(x))
     with pytest.raises(OptionError, match="differ from LlamaAttention"):
-        load_attention(other, layer=1, scale=0.31)
+        load_attention(other, layer=1, rotary=replace(layer.rotary, theta=10_010.0))
 
 
 # ---- where no proof is --------------------------------------------------------------------------

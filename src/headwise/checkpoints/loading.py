@@ -167,7 +167,9 @@ class StoredReading:
             return tensors, self.roles
         target = registry.layout(listed)
         try:
-            converted = convert(tensors, self.stored, target, **self.opened.known)
+            converted = convert(
+                tensors, self.stored, target, accept=(), root=None, **self.opened.known
+            )
         except HeadwiseError as error:
             raise NotRunError(
                 f"transformers reads these weights as {listed}: {error.saw}"
