@@ -39,7 +39,7 @@ from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import NamedModule, find_modules, find_unlisted_tensors_of_module
+from headwise.layouts.modules import NamedModule, find_modules, may_be_of_layout
 from headwise.layouts.plan import convert
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.memory import available_memory
@@ -525,17 +525,16 @@ def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
 
 def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> list[StoredReading]:
     """Return the readings of a module whose layout has all of its tensors."""
-    headers = opened.source.headers
     readings = []
     for stored in registry.layouts_by_name().values():
-        if not stored.required:
-            continue
-        modules = [m for m in find_modules(stored, headers) if m.tensors]
-        for module in _match_modules(modules, layer, prefix):
-            is_whole = stored.required <= {*module.tensors.values()}
-            is_marked = {module.prefix + mark for mark in stored.marks}.issubset(module.beside)
-            if is_whole and is_marked and not find_unlisted_tensors_of_module(module, stored):
-                readings.append(StoredReading(opened, stored, module, modules, None))
+        if stored.required:
+            modules = [m for m in find_modules(stored, opened.source.headers) if m.tensors]
+            readings += [
+                StoredReading(opened, stored, module, modules, None)
+                for module in _match_modules(modules, layer, prefix)
+                if stored.required <= {*module.tensors.values()}
+                and may_be_of_layout(module, stored)
+            ]
     if len(names := dict.fromkeys(reading.module.prefix for reading in readings)) > 1:
         raise OptionError(
             saw=f"layer {layer} of {opened.source.path}, which {len(names)} modules have",
