@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,14 +22,13 @@ from headwise.checkpoints.attention import (
     attention_from_state,
     find_shared_tables,
 )
-from headwise.checkpoints.config import Config, layout_in_layer, resolve
+from headwise.checkpoints.config import Config, ConfigFields, layout_in_layer, resolve
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.proof import (
     Probe,
     ProbedClass,
     Proof,
     StirredTensors,
-    shrink_far_settings,
 )
 from headwise.checkpoints.skeleton import NotRunError, Skeleton
 from headwise.checkpoints.source import CheckpointSource
@@ -113,7 +112,6 @@ class StoredReading:
         opened: the checkpoint.
         stored: the layout of its tensors.
         module: the module; ``modules`` are all of this layout.
-        config: the fields of config.json; None for those of the model that runs in the proof.
         variant: words of `VARIANTS`.
     """
 
@@ -121,7 +119,6 @@ class StoredReading:
     stored: Layout
     module: NamedModule
     modules: Sequence[NamedModule]
-    config: Config | None
     variant: tuple[str, ...] = ()
 
     @property
@@ -135,11 +132,11 @@ class StoredReading:
         return (*self.roles.values(), *self.module.tensors)
 
     def vary(self) -> Iterator[StoredReading]:
-        """Yield this reading, with the config of the class, in all that may be another function."""
+        """Yield this reading in all variants that may be another function."""
         for words in VARIANTS:
             # Without a rotation, interleaved rows are the same function as those of another layout.
             if NO_ROTATION not in words or self.stored.rows != "interleaved":
-                yield replace(self, config=None, variant=words)
+                yield replace(self, variant=words)
 
     @cached_property
     def roles(self) -> dict[str, str]:
@@ -177,12 +174,6 @@ class StoredReading:
         modules = [m for m in find_modules(target, converted) if m.layer == self.module.layer]
         return converted, replace(self, stored=target, module=modules[0]).roles
 
-    def config_of(self, probe: Probe, given: Collection[str] = ()) -> Config:
-        """Return the fields of config.json for the model of a probe."""
-        if self.config is None:
-            return probe.config
-        return shrink_far_settings(self.config, given) if probe.is_near else self.config
-
     def list_open_fields(self, config: Config) -> list[str]:
         """Return the parts of the function that neither the layout nor a config states."""
         number = self.module.layer
@@ -191,16 +182,19 @@ class StoredReading:
         return [name for name in _MAY_LACK if stated[name] is FROM_CONFIG]
 
     def layer(
-        self, state: Mapping[str, Tensor], *, config: Config | None = None, **options: Any
+        self, state: Mapping[str, Tensor], *, of_class: Config | None = None, **options: Any
     ) -> Attention:
-        """Return the layer; raise an OptionError where config and tensors do not make one."""
-        if config is None:
-            config = self.config or {}
+        """Return the layer; raise an OptionError where config and tensors do not make one.
+
+        ``of_class`` is the config with which the class ran, and states all fields; without it,
+        config.json has to state what the layout leaves open.
+        """
+        config, known = self.opened.config, self.opened.known
+        if of_class is not None:
+            config = ConfigFields.wrap(of_class)
+            known = config_json.read_stated_counts(config)
         headers, module = self.opened.source.headers, self.module
         shapes = {local: headers[name].shape for name, local in module.tensors.items()}
-        known = self.opened.known
-        if self.config is None:
-            known = config_json.read_stated_counts(config)
         sizes = self.stored.sizes(shapes, known)
         described = layout_in_layer(self.stored, config, module.layer)
         given: dict[str, Any] = {}
@@ -211,7 +205,7 @@ class StoredReading:
         size, sides = config_json.find_window_field(config), {*WINDOWS} & {*self.variant}
         if size and sides:
             given["window"] = WINDOWS[sides.pop()](size)
-        if self.config is None:  # a field that nothing states: the proof tells if it is absent
+        if of_class is not None:  # a field that nothing states: the proof tells if it is absent
             given |= dict.fromkeys(self.list_open_fields(config))
         if described.function.rotary and "rotary" not in {*options, *given}:
             _check_stated_rotation(module, self.opened.source, described, config)
@@ -254,7 +248,7 @@ class StoredLayers:
             readings = _readings_that_fit(self.opened, layer, prefix) if self.proof else []
             return self._load_unlisted(readings)
         module, modules = _select_module(self.opened.source, stored, layer, prefix)
-        reading = StoredReading(self.opened, stored, module, modules, self.opened.config)
+        reading = StoredReading(self.opened, stored, module, modules)
         if not self.proof:
             return reading.layer(self.opened.source, **self.options)
         return self._load_listed(reading)
@@ -271,7 +265,7 @@ class StoredLayers:
             layer = reading.layer(source, **self.options)
             layer.proof = str(Proof(reason=_reason(error)))
             return layer
-        if (proved := trial.find_proved([reading, *reading.vary()])) is not None:
+        if (proved := trial.find_proved(reading)) is not None:
             return self._keep(proved, proved.layer(self.options))
         if self.layout is None and self.opened.description is None:
             with suppress(OptionError):
@@ -292,7 +286,7 @@ class StoredLayers:
                     trials[reading.key] = LoadTrial.of(reading, self.options)
             except (NotRunError, MissingExtraError) as error:
                 raise _unknown_layout_error(self.opened, _reason(error)) from None
-            if (proved := trials[reading.key].find_proved(reading.vary())) is not None:
+            if (proved := trials[reading.key].find_proved(reading)) is not None:
                 layer = proved.layer(self.options)
                 if not any(_is_same_layer(layer, other) for _, other in layers):
                     layers.append((proved, layer))
@@ -381,12 +375,11 @@ class LoadTrial:
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
         return cls(probed, probes, state, skeleton, usual, {})
 
-    def find_proved(self, readings: Iterable[StoredReading]) -> ProvedReading | None:
-        """Return the first reading that is proved; None where none is."""
-        for reading in readings:
-            if (proof := self.prove(reading)) is not None:
-                config = reading.config_of(self.probes[0])
-                return ProvedReading(reading, config, proof, self.skeleton)
+    def find_proved(self, reading: StoredReading) -> ProvedReading | None:
+        """Return the first variant of a reading that is proved; None where none is."""
+        for variant in reading.vary():
+            if (proof := self.prove(variant)) is not None:
+                return ProvedReading(variant, self.probes[0].config, proof, self.skeleton)
         return None
 
     def prove(self, reading: StoredReading) -> Proof | None:
@@ -397,8 +390,7 @@ class LoadTrial:
             try:
                 if probe.config is not built:
                     layer = None  # before another takes as much memory
-                    built, config = probe.config, reading.config_of(probe, self.options)
-                    layer = self._build(reading, config)
+                    built, layer = probe.config, self._build(reading, probe.config)
                 assert layer is not None
                 parted = probe.find_parted_stage(layer)
             except HeadwiseError as error:
@@ -413,12 +405,12 @@ class LoadTrial:
 
     def _build(self, reading: StoredReading, config: Config) -> Attention:
         options = {"dtype": torch.float64, **self.options}
-        return reading.layer(self.state, config=config, **options)
+        return reading.layer(self.state, of_class=config, **options)
 
     def _list_unread_fields(self, reading: StoredReading, probe: Probe) -> list[str]:
         """Return the fields of the config that act on the class, and not on a reading."""
-        is_open = reading.config is None
-        spec = self._build(reading, reading.config_of(self.probes[0])).spec
+        config = self.probes[0].config
+        spec = self._build(reading, config).spec
 
         def is_read(changed: Config) -> bool:
             try:
@@ -426,25 +418,24 @@ class LoadTrial:
             except HeadwiseError:
                 return True
 
-        config = self.probes[0].config if is_open else reading.config
-        return self.probed.list_live_fields(config or {}, probe, is_read)
+        return self.probed.list_live_fields(config, probe, is_read)
 
     def unequal_error(self, readings: Sequence[StoredReading]) -> OptionError:
         """Return the error for a module that no reading gives."""
         first, total = readings[0], len(self.probes)
         reading, passed, why = max(self.outcomes.values(), key=lambda each: each[1])
         name, is_layer = reading.name, " differ from " in why
-        kind, others = first.opened.config.get("model_type"), len(self.outcomes) - 1
+        config, others = first.opened.config, len(self.outcomes) - 1
         rest = f"; {others} other readings part as well" if others else ""
         fields = self._list_unread_fields(reading, self.probes[passed]) if is_layer else []
         if fields:
             rest += f"; the layer does not read {list_some(fields, MAX_NAMES)}, which changes them"
         return OptionError(
-            saw=f"{first.module.prefix} of a {kind} model: as {name}, {why}, after {passed} of "
-            f"{total} probes{rest}",
+            saw=f"{first.module.prefix} of a {config['model_type']} model: as {name}, {why}, after "
+            f"{passed} of {total} probes{rest}",
             needed=f"a layout and settings that give the numbers of {self.against}",
             do="use the model's own class"
-            + ("; proof=False loads it all the same" if first.config is not None else ""),
+            + ("; proof=False loads it all the same" if config_json.layout_name(config) else ""),
         )
 
 
@@ -454,7 +445,7 @@ class ProvedReading:
 
     Attributes:
         reading: with the module on which it was tried.
-        config: the fields of config.json that its layer reads.
+        config: that with which the class ran.
         proof: the outcome.
         skeleton: the model of the class, which tells the kinds of its modules apart.
     """
@@ -467,7 +458,7 @@ class ProvedReading:
     def layer(self, options: Mapping[str, Any]) -> Attention:
         """Return the layer, with the words of the proof."""
         source = self.reading.opened.source
-        layer = self.reading.layer(source, config=self.config, **options)
+        layer = self.reading.layer(source, of_class=self.config, **options)
         layer.proof = str(self.proof)
         return layer
 
@@ -530,7 +521,7 @@ def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> li
         if stored.required:
             modules = [m for m in find_modules(stored, opened.source.headers) if m.tensors]
             readings += [
-                StoredReading(opened, stored, module, modules, None)
+                StoredReading(opened, stored, module, modules)
                 for module in _match_modules(modules, layer, prefix)
                 if stored.required <= {*module.tensors.values()}
                 and may_be_of_layout(module, stored)

@@ -67,7 +67,7 @@ def _prove_candidate(
         stack = replace_numbers_with_layer_slots(module.prefix)
         if stack in not_run or any(each.of_module_like(module) for each in proved):
             continue
-        reading = StoredReading(opened, candidate.layout, module, candidate.modules, opened.config)
+        reading = StoredReading(opened, candidate.layout, module, candidate.modules)
         try:
             if reading.key not in trials:
                 trials[reading.key] = LoadTrial.of(reading, {})
@@ -91,7 +91,7 @@ def _find_proof(reading: StoredReading, trial: LoadTrial) -> ProvedReading | str
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        proved = trial.find_proved([reading, *reading.vary()])
+        proved = trial.find_proved(reading)
     if proved is not None:
         return proved
     _, _, reason = trial.outcomes[reading.stored.name]
