@@ -201,7 +201,7 @@ def test_a_layer_that_cannot_be_made_decides_nothing(tmp_path: Path) -> None:
 def test_places_in_a_picture_decide_nothing(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.DINOv3ViTConfig(**WIDE, image_size=24, patch_size=4)
-    with pytest.raises(OptionError, match="could not be compared: as dinov3, ") as refused:
+    with pytest.raises(OptionError, match="could not be compared: as dinov3 or ") as refused:
         by_class(spread(transformers.DINOv3ViTModel(config)), tmp_path)
     assert "patch_size 4" in refused.value.saw
 

@@ -31,36 +31,33 @@ def prove_layouts(
     """
     proved: list[CandidateLayout] = []
     refuted: dict[str, str] = {}
-    uncompared: dict[str, str] = {}
+    uncompared: dict[str, list[str]] = {}  # reason -> layouts
     trials: dict[tuple[str, ...], LoadTrial] = {}
     for group in groups:
-        names = [each.layout.name for each in group]
         try:
-            reason = _prove_candidate(opened, group[0], trials)
+            verdict = _prove_candidate(opened, group[0], trials)
         except NotRunError as error:
-            uncompared[" = ".join(names)] = str(error)
+            uncompared.setdefault(str(error), []).append(group[0].layout.name)
             continue
-        if isinstance(reason, str):
-            refuted |= dict.fromkeys(names, reason)
+        if isinstance(verdict, str):
+            refuted |= {each.layout.name: verdict for each in group}
         else:
-            proved.append(replace(group[0], reasons=tuple(f"behaviour: {each}" for each in reason)))
+            proved.append(replace(group[0], reasons=tuple(verdict)))
     if uncompared and not proved:
+        whys = [f"as {' or '.join(names)}, {why}" for why, names in uncompared.items()]
         raise UndecidedError(
             saw=f"{opened.source.path}, which could not be compared: "
-            + list_some([f"as {name}, {why}" for name, why in uncompared.items()], MAX_REASONS),
+            f"{list_some(whys, MAX_REASONS)}",
             needed="a model whose class of transformers runs here on tokens, images or frames",
             do="compare values instead: --reference, the same weights in a known layout",
         )
-    skipped = {
-        name: f"not compared: {why}" for names, why in uncompared.items() for name in [names]
-    }
-    return proved, refuted | skipped
+    return proved, refuted
 
 
 def _prove_candidate(
     opened: Checkpoint, candidate: CandidateLayout, trials: dict[tuple[str, ...], LoadTrial]
 ) -> str | list[str]:
-    """Return the proofs of a candidate's modules; or the reason why one is refuted."""
+    """Return the proofs of a candidate's modules, in words; or the reason why one is refuted."""
     proved: list[ProvedReading] = []
     not_run: dict[str, NotRunError] = {}  # by the stack of the module
     for module in candidate.modules:
@@ -80,7 +77,7 @@ def _prove_candidate(
         proved.append(verdict)
     if not proved:
         raise next(iter(not_run.values()))
-    return [str(proof) for proof in dict.fromkeys(each.proof for each in proved)]
+    return [f"behaviour: {proof}" for proof in dict.fromkeys(each.proof for each in proved)]
 
 
 def _find_proof(reading: StoredReading, trial: LoadTrial) -> ProvedReading | str:
