@@ -468,6 +468,7 @@ def narrow_by_reference_values(
     other: Mapping[str, Tensor],
     *,
     called: str = "the reference",
+    by: str = "values",
 ) -> Detection:
     """Return the detection with the candidates whose canonical tensors are the reference's.
 
@@ -475,25 +476,13 @@ def narrow_by_reference_values(
     the number of heads or the rotary_width is open, every value that fits is tried.
 
     Tensors are read module by module, so they may be memory-mapped. ``other`` holds the same
-    weights elsewhere; it may have several candidates, and reasons name it ``called``.
+    weights elsewhere; it may have several candidates, and reasons name it ``called``. ``by`` is
+    "behaviour" for a reference whose layouts are proved; their proofs are reasons then.
     """
-    references = [group[0] for group in reference.fitting]
-    return _narrow_by_values(detection, state, references, other, called=called, by="values")
-
-
-def _narrow_by_values(
-    detection: Detection,
-    state: Mapping[str, Tensor],
-    references: Iterable[CandidateLayout],
-    other: Mapping[str, Tensor],
-    *,
-    called: str,
-    by: str,
-) -> Detection:
     groups: list[LayoutGroup] = []
     refuted = dict(detection.refuted)
     split = split_candidate_by_sizes
-    sized = [each for reference in references for each in split(reference)]
+    sized = [each for group in reference.fitting for each in split(group[0])]
     for group in (*detection.candidates, *detection.misplaced):
         match = _find_first_match(split(group[0]), state, sized, other, called)
         if isinstance(match, str):
@@ -521,8 +510,9 @@ def _find_first_match(
     for mine in candidates:
         for theirs in references:
             if query_and_kv_head_counts(mine.fits[0]) == query_and_kv_head_counts(theirs.fits[0]):
+                options = {"names_heads": names_heads, "any_dtype": True}
                 reason = describe_difference_from_reference(
-                    mine, state, theirs, other, called, names_heads=names_heads
+                    mine, state, theirs, other, called, **options
                 )
                 if reason is None:
                     return mine, theirs
@@ -554,17 +544,21 @@ def describe_difference_from_reference(
     called: str,
     *,
     names_heads: bool,
+    any_dtype: bool = False,
 ) -> str | None:
-    """Return the first difference in attention of two readings, each of one size; None if equal."""
+    """Return the first difference in attention of two readings, each of one size; None if equal.
+
+    With ``any_dtype`` both are rounded to the coarser dtype of the two.
+    """
     if len(mine.modules) != len(theirs.modules):
         return f"it has {len(mine.modules)} modules, {called} {len(theirs.modules)}"
     conflicts = mine.layout.function.conflicts(theirs.layout.function)
     for name, (a, b) in conflicts.items():
         return f"{name}: {a}; {theirs.layout.name}, {called}'s layout, has {b}"
     for number, module in enumerate(mine.modules):
-        x, y = _round_alike(
-            read_canonical_state(mine, number, state), read_canonical_state(theirs, number, other)
-        )
+        x = read_canonical_state(mine, number, state)
+        y = read_canonical_state(theirs, number, other)
+        x, y = _round_alike(x, y) if any_dtype else (x, y)
         if parts := describe_difference(x, y, names_heads=names_heads):
             before = f"; before it, {number} of {len(mine.modules)} modules agree" if number else ""
             path = f"`{module.prefix}`" if module.prefix else "the module"
@@ -573,7 +567,6 @@ def describe_difference_from_reference(
 
 
 def _round_alike(first: State, second: State) -> tuple[State, State]:
-    """Return tensors in the coarser dtype of the two: a copy may be stored in another one."""
     dtypes = {n: (first[n].dtype, second[n].dtype) for n in first.keys() & second.keys()}
     coarse = {name: coarsest(pair) for name, pair in dtypes.items() if len({*pair}) == 2}
     mine, theirs = (
@@ -611,8 +604,9 @@ def narrow_by_proof(
     # Without its config: its class decides.
     theirs = GivenWeights(called, model.source, {}, model.known, model.description).detection()
     proved, why = prove_layouts(model, (*theirs.candidates, *theirs.misplaced))
-    narrowed = _narrow_by_values(
-        detection, state, proved, model.source, called=called, by="behaviour"
+    reference = Detection(tuple((each,) for each in proved), {})
+    narrowed = narrow_by_reference_values(
+        detection, state, reference, model.source, called=called, by="behaviour"
     )
     if proved:
         return narrowed
