@@ -32,12 +32,12 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 5_300,
+    "checkpoints": 5_410,
     "cli": 1_950,
     "diagnosis": 13_100,
     "function": 3_010,
     "huggingface": 900,
-    "identify": 5_450,
+    "identify": 5_260,
     "layers": 4_050,
     "layouts": 4_760,
     "masks": 2_400,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
@@ -14,7 +16,10 @@ import headwise
 from headwise.checkpoints import config as configs
 from headwise.checkpoints import load_attention, skeleton
 from headwise.checkpoints import loading as loads
+from headwise.checkpoints.conversion import convert_checkpoint
+from headwise.checkpoints.description import open_checkpoint
 from headwise.checkpoints.proof import StirredTensors, shrink_far_settings
+from headwise.checkpoints.source import open_source
 from headwise.errors import MissingExtraError, OptionError
 from headwise.function.rotary import Rotary
 from headwise.function.scaling import YarnScaling
@@ -213,6 +218,89 @@ def test_a_form_that_is_missing_is_refused_with_the_stage(tmp_path: Path) -> Non
     assert "far settings near, after 6 of 10 probes" in str(error.value)
     unread = "the layer does not read rope_parameters.llama_4_scaling_beta, which changes them"
     assert unread in str(error.value)
+
+
+# ---- kinds of layers ----------------------------------------------------------------------------
+
+
+def _count_trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    made, of = [], loads.LoadTrial.of
+
+    def count(reading: loads.StoredReading, options: Any) -> loads.LoadTrial:
+        made.append(reading.module.prefix)
+        return of(reading, options)
+
+    monkeypatch.setattr(loads.LoadTrial, "of", count)
+    return made
+
+
+def _layers(path: Path) -> loads.StoredLayers:
+    return loads.StoredLayers(open_checkpoint(path, {}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt-oss", "solar"])
+def test_each_kind_of_layer_is_proved_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, made = _store(kind, tmp_path), _count_trials(monkeypatch)
+    stored = _layers(path)
+    loaded = [stored.load(number) for number in (0, 1, 2)]
+    prefixes = [name.removeprefix("model.") for name in made]
+    assert prefixes[0] == "layers.0.self_attn."
+    assert len({*prefixes}) == (2 if kind == "gpt-oss" else 1)  # with a window, and without
+    for number, layer in enumerate(loaded):
+        alone = load_attention(path, layer=number)
+        assert layer.proof == alone.proof
+        assert layer.spec == alone.spec
+        assert all(torch.equal(x, alone.state_dict()[n]) for n, x in layer.state_dict().items())
+
+
+def test_a_layer_that_its_class_makes_otherwise_is_of_another_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = _layers(_store("llama", tmp_path))
+    make = transformers.models.llama.modeling_llama.LlamaAttention.__init__
+
+    def make_other(module: Any, config: Any, layer_idx: int) -> None:
+        make(module, config, layer_idx)
+        module.scaling *= 1 + (layer_idx == 2)
+
+    kind = transformers.models.llama.modeling_llama.LlamaAttention
+    monkeypatch.setattr(kind, "__init__", make_other)
+    assert stored.load(0).proof == stored.load(1).proof
+    with pytest.raises(OptionError, match="head outputs differ from LlamaAttention"):
+        stored.load(2)
+
+
+def test_kinds_differ_in_tables_and_in_lists_of_the_config(tmp_path: Path) -> None:
+    path = _store("llama", tmp_path)
+    state = safetensors.torch.load_file(path / "model.safetensors")
+    names = [[n for n in state if f"layers.{k}.self_attn" in n] for k in range(3)]
+    roles = {r: n for r in "qkvo" for n in names[0] if f"{r}_proj" in n}
+    config = configs.read_config(path)
+    made = skeleton.build_skeleton(config, {n: state[n].double() for n in names[0]}, roles)
+    kinds = [made.kind_of(each) for each in names]
+    assert kinds[0] == kinds[1] == kinds[2] is not None
+    assert made.kind_of(["model.layers.0.self_attn.norm.weight"]) is None
+    made.model.layers[1].self_attn.register_buffer("slopes", torch.tensor(2.0))
+    made.owners[-1].config.sparse = [0, 0, 1]
+    kinds = [made.kind_of(each) for each in names]
+    assert all(kinds[a] != kinds[b] for a, b in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_described_weights_are_proved_as_files_of_their_class(tmp_path: Path) -> None:
+    path, other = _store("llama", tmp_path / "own"), tmp_path / "meta"
+    counts = {"heads": 6, "kv_heads": 2}
+    convert_checkpoint(open_source(path), other, "llama", "llama-meta", **counts)
+    layer, same = load_attention(other, layer=1), load_attention(path, layer=1)
+    assert layer.proof == same.proof == "proved against LlamaAttention, 5 probes, up to 64 tokens"
+    x = torch.randn(2, 7, 36)
+    torch.testing.assert_close(layer(x), same(x))
+    with pytest.raises(OptionError, match="differ from LlamaAttention"):
+        load_attention(other, layer=1, rotary=replace(layer.rotary, theta=10_010.0))
+
+
+# ---- where no proof is --------------------------------------------------------------------------
 
 
 def test_what_cannot_be_proved_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

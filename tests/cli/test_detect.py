@@ -90,7 +90,14 @@ def test_a_model_that_runs_decides(bare: Path, cohere: Path) -> None:
     assert done.exit_code == 0, done.exception
     found = json.loads(done.stdout)
     assert "cohere" in {one["layout"] for one in found["candidates"][0]}
-    assert "scores differ from the model's" in found["refuted"]["llama"]
+    assert (
+        f"differs from {cohere} in queries of all 6 heads; keys of all"
+        in (found["refuted"]["llama"])
+    )
+    assert (
+        "behaviour: proved against CohereAttention, 5 probes, up to 64 tokens"
+        in (found["candidates"][0][0]["reasons"])
+    )
 
 
 def test_the_same_weights_elsewhere_decide(bare: Path, tmp_path: Path) -> None:
@@ -172,9 +179,9 @@ def test_a_model_that_needs_more_than_tokens(tmp_path: Path) -> None:
         vision_config={**sizes, "intermediate_size": 64, "image_size": 8, "patch_size": 4},
     )
     transformers.CLIPModel(config).save_pretrained(tmp_path)
-    error = COMMAND.refused(tmp_path, "--against", tmp_path)
-    assert f"{tmp_path}, which fails on 48 tokens: AttributeError" in error.saw
-    assert "--reference" in error.do
+    done = run(tmp_path, "--against", tmp_path)
+    assert done.exit_code == 0
+    assert done.stdout.startswith(f"{tmp_path} is in the layout clip")
 
 
 @pytest.mark.parametrize("width", [99, 3])
@@ -199,5 +206,8 @@ def test_a_model_of_nan_refutes_no_layout(cohere: Path, tmp_path: Path) -> None:
     state = load_file(folder / "model.safetensors")
     state["model.layers.1.self_attn.q_proj.weight"].fill_(float("nan"))
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    assert run(folder, "--against", folder).stdout.startswith(f"{folder} is in the layout cohere")
+    state["model.layers.0.self_attn.q_proj.weight"].fill_(float("nan"))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     error = COMMAND.refused(folder, "--against", folder)
-    assert error.saw.startswith("model.layers.1.self_attn.q_proj.weight holds 2,304 of 2,304")
+    assert "layers.0.self_attn.q_proj.weight holds NaN or infinite numbers" in error.saw

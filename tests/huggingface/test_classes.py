@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from headwise.checkpoints import config as configs
 from headwise.function.budget import Budget
 from headwise.huggingface import attention
 from tools.huggingface_classes import classes, comparing, layers, shrink, stored, table, trial
@@ -114,14 +115,13 @@ def test_attention_that_forgets_its_mask_is_found_out(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_config_that_says_another_layout_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_says_another_layout_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cohere has Llama's names, and rotates other channels together."""
     model = trial.built(transformers.LlamaModel, trial.Row("llama", None))
     assert model is not None
-    given = {"input_ids": torch.arange(20)[None]}
-    assert stored.layout_of(model, given) == ("llama", stored.BY_RUN)
-    monkeypatch.setattr(transformers.LlamaConfig, "model_type", "cohere")
-    assert stored.layout_of(model, given) == ("cohere", stored.REFUTED)
+    assert stored.layout_of(model) == ("llama", stored.BY_RUN)
+    monkeypatch.setitem(configs._LAYOUTS, "llama", "cohere")
+    assert stored.layout_of(model) == ("cohere", stored.REFUTED)
 
 
 class Mixer(nn.Module):

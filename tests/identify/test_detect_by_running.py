@@ -1,5 +1,6 @@
-"""A running model decides between layouts that names and shapes leave."""
+"""A model whose class runs decides between layouts that names and shapes leave."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +8,9 @@ import torch
 import transformers
 from torch import nn
 
-from headwise.checkpoints.config import layout_name, read_stated_counts
+from headwise.checkpoints.config import layout_name
 from headwise.errors import OptionError
-from headwise.identify.detection import Detection, detect_by_names_and_shapes, narrow_by_running
+from headwise.identify.detection import Detection, detect
 from tests.quick import others_slow
 
 SMALL = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -53,78 +54,106 @@ MODELS: dict[str, dict[str, Any]] = {
 OTHERS = {"SmolLM3": "llama", "ModernBert": "modernbert"}
 
 
-def model_of(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+def spread(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            width = parameter.shape[-1] if parameter.dim() else 1
+            parameter.copy_(torch.randn_like(parameter) / width**0.5)
+    return model.eval()
+
+
+def model_of(kind: str) -> nn.Module:
     kind, options = kind.split("-")[0], {**MODELS[kind], **SMALL}
     config = getattr(transformers, f"{kind}Config")(**options)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}Model")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
-    return model, config.to_dict()
+    return spread(getattr(transformers, f"{kind}Model")(config))
 
 
 def names_of(found: Detection) -> list[set[str]]:
     return [{one.layout.name for one in group} for group in found.candidates]
 
 
-def asked(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Detection, Detection, str | None]:
-    model, config = model_of(kind)
-    state = model.to(dtype).state_dict()
-    before = detect_by_names_and_shapes(state, **read_stated_counts(config))
-    inputs = {"input_ids": torch.randint(99, (2, 40))}
-    return before, narrow_by_running(before, state, model, inputs, config), layout_name(config)
+def by_class(model: nn.Module, folder: Path, **options: Any) -> Detection:
+    """The layout of a model's tensors in memory, by the class of the folder that has them."""
+    model.save_pretrained(folder)
+    return detect(options.pop("state", model.state_dict()), against=folder, **options)
+
+
+def asked(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Detection, ...]:
+    model = model_of(kind).to(dtype)
+    after = by_class(model, folder)
+    heads = {"heads": model.config.num_attention_heads}
+    return detect(model.state_dict(), **heads), after
+
+
+def right_name(kind: str) -> str:
+    return layout_name(model_of(kind).config.to_dict()) or OTHERS[kind]
 
 
 @pytest.mark.parametrize("kind", others_slow(MODELS, "Llama", "Llama-3", "Cohere2"))
-def test_the_right_one_stays(kind: str) -> None:
-    before, after, name = asked(kind)
-    assert any((name or OTHERS[kind]) in group for group in names_of(after))
+def test_the_right_one_stays(kind: str, tmp_path: Path) -> None:
+    before, after = asked(kind, tmp_path)
+    assert any(right_name(kind) in group for group in names_of(after))
     assert len(after.candidates) <= len(before.candidates)
     assert not after.refuted.keys() & {n for group in names_of(after) for n in group}
+    assert "behaviour: proved against " in str(after)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", others_slow(["Llama-yarn", "Gemma3Text", "GPTNeoX"], "Gemma3Text"))
-def test_rounding_is_no_difference(kind: str, dtype: torch.dtype) -> None:
-    before, after, name = asked(kind, dtype)
-    assert any(name in group for group in names_of(after))
+def test_rounding_is_no_difference(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    before, after = asked(kind, tmp_path, dtype)
+    assert any(right_name(kind) in group for group in names_of(after))
     assert after.refuted
     assert len(after.candidates) < len(before.candidates)
 
 
-def test_a_rotation_without_a_counterpart_refutes_nothing() -> None:
-    model, config = model_of("Llama")
-    config["rope_parameters"] = {"rope_type": "longrope", "factor": 2.0}
-    found = detect_by_names_and_shapes(model.state_dict(), **read_stated_counts(config))
-    inputs = {"input_ids": torch.randint(99, (1, 40))}
-    with pytest.raises(OptionError, match="the rotary scaling 'longrope'"):
-        narrow_by_running(found, model.state_dict(), model, inputs, config)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_copy_in_another_dtype_is_the_same_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = model_of("Cohere")
+    state = {name: x.to(dtype) for name, x in model.state_dict().items()}
+    after = by_class(model, tmp_path, state=state)
+    assert "cohere" in names_of(after)[0]
+    assert "llama" in after.refuted
+
+
+def test_a_rotation_without_a_counterpart_refutes_nothing(tmp_path: Path) -> None:
+    model = model_of("Llama")
+    model.config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 300.0,
+        "factor": 2.0,
+        "short_factor": [1.0, 1.2, 1.4, 1.6],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 32,
+    }
+    with pytest.raises(OptionError, match=r"as llama.*, the rotary scaling 'longrope'"):
+        by_class(model, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrong"),
+    ("kind", "wrong", "part"),
     [
-        ("Llama", "cohere"),
-        ("Cohere", "llama"),
-        ("Phi3", "nanotron-interleaved"),
-        ("Granite", "cohere"),
-        ("Gemma3Text", "qwen3"),
+        ("Llama", "cohere", "queries of all 6 heads; keys of all 2 kv heads"),
+        ("Cohere", "llama", "queries of all 6 heads; keys of all 2 kv heads"),
+        ("Phi3", "nanotron-interleaved", "queries of all 6 heads"),
+        ("Granite", "cohere", "queries of all 6 heads"),
+        ("Gemma3Text", "qwen3", "qk_norm: rms over head, before rotary; gemma3"),
     ],
 )
-def test_a_wrong_one_goes_with_the_reason(kind: str, wrong: str) -> None:
-    before, after, _ = asked(kind)
+def test_a_wrong_one_goes_with_the_reason(kind: str, wrong: str, part: str, tmp_path: Path) -> None:
+    before, after = asked(kind, tmp_path)
     placed = {one.layout.name for group in before.candidates for one in group}
     misplaced = {one.layout.name for group in before.misplaced for one in group}
     assert wrong in placed | misplaced
-    assert "scores differ from the model's" in after.refuted[wrong]
+    assert part in after.refuted[wrong]
 
 
-def test_a_softcap_is_seen() -> None:
+def test_a_softcap_is_seen(tmp_path: Path) -> None:
     """Weights, rotation and scale agree, and the scores before it."""
-    _, after, _ = asked("Gemma2")
+    _, after = asked("Gemma2", tmp_path)
     assert after.require_only_layout().name == "gemma2"
-    assert "softcaps differ from the model's" in after.refuted["granite"]
+    assert "softcap" in after.refuted["granite"]
 
 
 # What each of two towers is called, by the model that holds both.
@@ -136,157 +165,72 @@ WIDER = {"hidden_size": 64, "num_attention_heads": 8}  # the same head_dim
 def two_towers(kind: str, text: dict[str, Any], image: dict[str, Any]) -> nn.Module:
     config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=image)
     torch.manual_seed(0)
-    return getattr(transformers, f"{kind}Model")(config).eval()
+    return spread(getattr(transformers, f"{kind}Model")(config))
 
 
 @pytest.mark.parametrize("image", [IMAGE, {**IMAGE, **WIDER}, {**IMAGE, "num_attention_heads": 3}])
-def test_towers_that_run_in_another_order_than_they_stand(image: dict[str, Any]) -> None:
-    """CLIP's picture comes first; where it has other heads, those of its own are compared."""
-    model = two_towers("CLIP", TEXT, image)
-    found = detect_by_names_and_shapes(model.state_dict(), heads=6)
-    inputs = {"input_ids": torch.randint(99, (2, 40)), "pixel_values": torch.randn(2, 3, 24, 24)}
-    after = narrow_by_running(found, model.state_dict(), model, inputs, model.config.to_dict())
+def test_towers_of_one_layout(image: dict[str, Any], tmp_path: Path) -> None:
+    """CLIP's picture may have other heads."""
+    after = by_class(two_towers("CLIP", TEXT, image), tmp_path, heads=6)
     assert any("clip" in group for group in names_of(after))
-    assert "behaviour: 4 of 4 modules compared, alike" in after.candidates[0][0].reasons
 
 
-def test_a_tower_beside_those_that_are_asked_for() -> None:
+def test_a_tower_beside_those_that_are_asked_for(tmp_path: Path) -> None:
     """Another layout, with modules of its own, says nothing against that of the text."""
     text = {**turned(), **SMALL, "model_type": "llama"}
     model = two_towers("Llava", text, {**IMAGE, "model_type": "clip_vision_model"})
-    model.config.image_token_id = 98
-    state, config = model.state_dict(), model.config.to_dict()
-    ids = torch.randint(50, (2, 60))
-    ids[:, :36] = 98
-    inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 24, 24)}
-    after = narrow_by_running(
-        detect_by_names_and_shapes(state, config=config, heads=6), state, model, inputs, config
-    )
-    assert after.require_only_layout().name == "llama"
-    assert "behaviour: 2 of 2 modules compared, alike" in after.candidates[0][0].reasons
+    assert any("llama" in group for group in names_of(by_class(model, tmp_path, heads=6)))
 
 
-def test_scores_are_compared_before_what_is_added_by_distance() -> None:
+def test_a_bias_of_distances_is_part_of_the_function(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.T5Config(d_model=48, d_kv=8, num_heads=6, num_layers=2, **SMALL)
-    model = transformers.T5Model(config).eval()
-    ids = torch.randint(99, (2, 40))
-    found = detect_by_names_and_shapes(model.state_dict(), heads=6)
-    after = narrow_by_running(
-        found,
-        model.state_dict(),
-        model,
-        {"input_ids": ids, "decoder_input_ids": ids},
-        config.to_dict(),
-    )
+    after = by_class(spread(transformers.T5Model(config)), tmp_path)
     assert after.require_only_layout().name == "t5"
-    assert "behaviour: 4 of 6 modules compared, alike" in after.candidates[0][0].reasons
 
 
-def test_a_layer_that_cannot_be_made_decides_nothing() -> None:
+def test_a_layer_that_cannot_be_made_decides_nothing(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.ChameleonConfig(
         **GROUPED, **SMALL, vq_config={"base_channels": 32}, vocabulary_map={"<image>": 3}
     )
-    model = transformers.ChameleonModel(config).eval()
-    found = detect_by_names_and_shapes(model.state_dict(), heads=6)
-    inputs = {"input_ids": torch.randint(99, (2, 40))}
-    with pytest.raises(OptionError, match="chameleon, which could not be compared with the model"):
-        narrow_by_running(found, model.state_dict(), model, inputs, config.to_dict())
+    with pytest.raises(OptionError, match="could not be compared: as chameleon, "):
+        by_class(transformers.ChameleonModel(config).eval(), tmp_path)
 
 
-def test_places_in_a_picture_decide_nothing() -> None:
+def test_places_in_a_picture_decide_nothing(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.DINOv3ViTConfig(**WIDE, image_size=24, patch_size=4)
-    model = transformers.DINOv3ViTModel(config).eval()
-    found = detect_by_names_and_shapes(model.state_dict(), config=config.to_dict(), heads=6)
-    inputs = {"pixel_values": torch.randn(2, 3, 24, 24)}
-    with pytest.raises(OptionError, match="dinov3, which could not be compared") as refused:
-        narrow_by_running(found, model.state_dict(), model, inputs, config.to_dict())
-    assert "a rotation in the config, and patch_size 4" in refused.value.saw
+    with pytest.raises(OptionError, match="could not be compared: as dinov3 or ") as refused:
+        by_class(spread(transformers.DINOv3ViTModel(config)), tmp_path)
+    assert "patch_size 4" in refused.value.saw
 
 
-def test_positions_of_which_nobody_says_anything_decide_nothing() -> None:
+def test_positions_of_which_nobody_says_anything_decide_nothing(tmp_path: Path) -> None:
     """The Conformer of speech adds to its queries what belongs to relative positions."""
     torch.manual_seed(0)
     sizes = {"conv_dim": (16,), "conv_kernel": (4,), "conv_stride": (4,), "intermediate_size": 64}
     shown = {"num_conv_pos_embedding_groups": 4, "output_hidden_size": 48}
     config = transformers.Wav2Vec2ConformerConfig(**WIDE, **sizes, **shown)
-    model = transformers.Wav2Vec2ConformerModel(config).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    found = detect_by_names_and_shapes(model.state_dict(), heads=6)
-    with pytest.raises(OptionError, match="conformer, which could not be compared") as refused:
-        narrow_by_running(
-            found,
-            model.state_dict(),
-            model,
-            {"input_values": torch.randn(2, 160)},
-            config.to_dict(),
-        )
-    assert "neither the layout nor the config says whether it rotates" in refused.value.saw
+    model = spread(transformers.Wav2Vec2ConformerModel(config))
+    with pytest.raises(OptionError, match="could not be compared: as conformer, ") as refused:
+        by_class(model, tmp_path)
+    assert "neither the layout nor the config states rotary" in refused.value.saw
 
 
-def test_of_a_model_of_pictures_and_text_the_text_decides() -> None:
-    """Qwen2-VL turns by three places; of text they are one."""
-    model, config = model_of("Llama")
-    config["rope_parameters"] |= {"mrope_section": [1, 1, 2]}
-    ids = torch.randint(99, (2, 40))
-    found = detect_by_names_and_shapes(model.state_dict(), heads=6, kv_heads=2)
-    after = narrow_by_running(found, model.state_dict(), model, {"input_ids": ids}, config)
-    assert "llama" in names_of(after)[0]
-    places = {"input_ids": ids, "position_ids": torch.arange(40)[None] // 5}
-    with pytest.raises(OptionError, match="vision model that rotates"):
-        narrow_by_running(found, model.state_dict(), model, places, config)
-
-
-def test_the_heads_that_are_seen_are_those() -> None:
-    """Nobody says how many there are: of all that fit, those of the model are tried."""
-    model, config = model_of("GPT2")
-    found = detect_by_names_and_shapes(model.state_dict())
-    assert len(found.candidates[0][0].fits) > 1
-    inputs = {"input_ids": torch.randint(99, (1, 40))}
-    after = narrow_by_running(found, model.state_dict(), model, inputs, config)
-    assert {fit["heads"] for group in after.candidates for one in group for fit in one.fits} == {6}
-
-
-def test_heads_that_the_model_does_not_have() -> None:
-    model, config = model_of("GPT2")
-    found = detect_by_names_and_shapes(model.state_dict(), heads=4)
-    inputs = {"input_ids": torch.randint(99, (1, 40))}
-    after = narrow_by_running(found, model.state_dict(), model, inputs, config)
-    assert not after.candidates
-    assert after.refuted["gpt2"] == "the model has 6 heads"
-
-
-def test_another_model_is_not_compared() -> None:
-    model, config = model_of("GPT2")
-    other, _ = model_of("Bert")
-    found = detect_by_names_and_shapes(other.state_dict(), heads=6)
-    inputs = {"input_ids": torch.randint(99, (1, 40))}
-    del model.h[1]
-    with pytest.raises(
-        OptionError, match="none of its 2 modules is one of the 1 that attend to whole sequences"
-    ):
-        narrow_by_running(found, other.state_dict(), model, inputs, config)
-
-
-def test_other_weights_leave_nothing() -> None:
-    model, config = model_of("GPT2")
+def test_other_weights_leave_nothing(tmp_path: Path) -> None:
+    model = model_of("GPT2")
     state = {name: x.roll(1, -1) for name, x in model.state_dict().items()}
-    found = detect_by_names_and_shapes(state, **read_stated_counts(config))
-    inputs = {"input_ids": torch.randint(99, (1, 40))}
-    assert not narrow_by_running(found, state, model, inputs, config).candidates
+    assert not by_class(model, tmp_path, state=state).candidates
 
 
-def test_a_transposed_output_projection_is_seen() -> None:
+def test_a_transposed_output_projection_is_seen(tmp_path: Path) -> None:
     """Square, so that no shape tells."""
-    model, config = model_of("GPT2")
+    model = model_of("GPT2")
     state = dict(model.state_dict())
     name = "h.1.attn.c_proj.weight"
     state[name] = state[name].mT.contiguous()
-    found = detect_by_names_and_shapes(state, **read_stated_counts(config))
-    inputs = {"input_ids": torch.randint(99, (1, 40))}
-    after = narrow_by_running(found, state, model, inputs, config)
+    after = by_class(model, tmp_path, state=state)
     assert not after.candidates
-    assert after.refuted["gpt2"] == "h.1.attn.: output projections differ from the model's"
+    assert "`h.1.attn.` differs from " in after.refuted["gpt2"]
+    assert "in output projection of all 6 heads" in after.refuted["gpt2"]

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headwise.checkpoints import load_attention
 from headwise.checkpoints.config import layout_name
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
+from headwise.checkpoints.loading import StoredLayers
 from headwise.errors import HeadwiseError
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
@@ -47,7 +47,8 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
         prefixes = list(_prefixes(opened))[:MOST]
         # What transformers reads from the folder, where a null of the config may be a default.
         calls = _calls(type(model).from_pretrained(folder).eval(), given)
-        outcomes = [_outcome(folder, prefix, calls) for prefix in prefixes]
+        layers = StoredLayers(opened)
+        outcomes = [_outcome(layers, prefix, calls) for prefix in prefixes]
     if not outcomes:
         obstacle = registry.find_obstacle(opened.source.headers)
         return REFUSED, "no layout has its tensors" if obstacle is None else obstacle.reason
@@ -96,11 +97,12 @@ def _has_output_of(layer: Attention, call: CapturedCall) -> bool:
     return call.out_proj is not None and torch.equal(heads, call.out_proj)
 
 
-def _outcome(folder: Path, prefix: str, calls: Iterable[CapturedCall]) -> tuple[str, str]:
+def _outcome(layers: StoredLayers, prefix: str, calls: Iterable[CapturedCall]) -> tuple[str, str]:
+    folder = layers.opened.source.folder
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            layer = load_attention(folder, prefix=prefix)
+            layer = layers.load(0, prefix)
     except HeadwiseError as error:
         return REFUSED, _shorten(error.saw, folder)
     if not layer.proof.startswith("proved"):

@@ -120,7 +120,7 @@ def _fill(row: Row) -> None:
         return
     _scan_and_compare(row, model, given, ran, comparing.outputs(result, given))
     try:
-        row.layout, row.layout_by = stored.layout_of(model, given)
+        row.layout, row.layout_by = stored.layout_of(model)
         row.loads, row.loads_not = loads.load_of(model, given)
     except ERRORS as error:
         row.notes = [*row.notes, f"not stored: {said(error)}"]

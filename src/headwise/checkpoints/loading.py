@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -17,35 +18,32 @@ from headwise.checkpoints import config as config_json
 from headwise.checkpoints import description as descriptions
 from headwise.checkpoints.attention import (
     MAX_NAMES,
+    ROUNDED,
     attention_from_state,
     find_shared_tables,
 )
-from headwise.checkpoints.config import Config, layout_in_layer, resolve
+from headwise.checkpoints.config import Config, ConfigFields, layout_in_layer, resolve
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.proof import (
     Probe,
     ProbedClass,
     Proof,
     StirredTensors,
-    shrink_far_settings,
 )
-from headwise.checkpoints.skeleton import NotRunError
+from headwise.checkpoints.skeleton import NotRunError, Skeleton
 from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.transformers import UntrustedCodeError, find_trusted_code
 from headwise.errors import HeadwiseError, MissingExtraError, OptionError
-from headwise.function.spec import ABSENT, FROM_CONFIG
+from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import NamedModule, find_modules, find_unlisted_tensors_of_module
+from headwise.layouts.modules import NamedModule, find_modules, may_be_of_layout
+from headwise.layouts.plan import convert
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.memory import available_memory
 from headwise.support.text import human_bytes, list_some
 
-ROUNDED = (
-    " rounds its distance bias to bfloat16 at each position; the layer does not:"
-    " the two part from position 257 on, earlier for 16 or more heads"
-)
 # What classes decide for each layer in code, where their config alone does not say it.
 NO_ROTATION, NO_WINDOW = "no rotation", "no window"
 # Windows of w: w keys up to the query, w / 2 to both sides, or w to both sides.
@@ -103,14 +101,7 @@ def load_attention(
     """
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
     opened = open_checkpoint(Path(path), counts, config=config, trusts_code=trust_remote_code)
-    if (stored := _select_layout(opened, layout)) is not None:
-        module, modules = _select_module(opened.source, stored, layer, prefix)
-        reading = StoredReading(opened, stored, module, modules, opened.config)
-        if not proof:
-            return reading.layer(opened.source, **options)
-        return _load_listed(reading, options, is_named=layout is not None)
-    readings = _readings_that_fit(opened, layer, prefix) if proof else []
-    return _load_unlisted(opened, readings, options)
+    return StoredLayers(opened, options, layout, proof).load(layer, prefix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +112,6 @@ class StoredReading:
         opened: the checkpoint.
         stored: the layout of its tensors.
         module: the module; ``modules`` are all of this layout.
-        config: the fields of config.json; None for those of the model that runs in the proof.
         variant: words of `VARIANTS`.
     """
 
@@ -129,13 +119,24 @@ class StoredReading:
     stored: Layout
     module: NamedModule
     modules: Sequence[NamedModule]
-    config: Config | None
     variant: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The layout and the variant, in words."""
         return ", ".join((self.stored.name, *self.variant))
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The names of the tensors, by which readings of the same ones share a trial."""
+        return (*self.roles.values(), *self.module.tensors)
+
+    def vary(self) -> Iterator[StoredReading]:
+        """Yield this reading in all variants that may be another function."""
+        for words in VARIANTS:
+            # Without a rotation, interleaved rows are the same function as those of another layout.
+            if NO_ROTATION not in words or self.stored.rows != "interleaved":
+                yield replace(self, variant=words)
 
     @cached_property
     def roles(self) -> dict[str, str]:
@@ -152,23 +153,48 @@ class StoredReading:
         shared = find_shared_tables(self.stored, self.module, self.modules, state)
         return {name: state[name] for name in (*self.module.tensors, *shared)}
 
-    def config_of(self, probe: Probe, given: Collection[str] = ()) -> Config:
-        """Return the fields of config.json for the model of a probe."""
-        if self.config is None:
-            return probe.config
-        return shrink_far_settings(self.config, given) if probe.is_near else self.config
+    def of_class(self, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return the tensors as files of the class have them, and their `roles`.
+
+        Raises:
+            NotRunError: a description names another layout, which cannot be converted.
+        """
+        tensors, listed = self.tensors(state), config_json.layout_name(self.opened.config)
+        if self.opened.description is None or listed in (None, self.stored.name):
+            return tensors, self.roles
+        target = registry.layout(listed)
+        try:
+            converted = convert(
+                tensors, self.stored, target, accept=(), root=None, **self.opened.known
+            )
+        except HeadwiseError as error:
+            raise NotRunError(
+                f"transformers reads these weights as {listed}: {error.saw}"
+            ) from None
+        modules = [m for m in find_modules(target, converted) if m.layer == self.module.layer]
+        return converted, replace(self, stored=target, module=modules[0]).roles
+
+    def list_open_fields(self, config: Config) -> list[str]:
+        """Return the parts of the function that neither the layout nor a config states."""
+        number = self.module.layer
+        function = layout_in_layer(self.stored, config, number).function
+        stated = vars(resolve(replace(function, window=ABSENT), config, layer=number))
+        return [name for name in _MAY_LACK if stated[name] is FROM_CONFIG]
 
     def layer(
-        self, state: Mapping[str, Tensor], *, config: Config | None = None, **options: Any
+        self, state: Mapping[str, Tensor], *, of_class: Config | None = None, **options: Any
     ) -> Attention:
-        """Return the layer; raise an OptionError where config and tensors do not make one."""
-        if config is None:
-            config = self.config or {}
+        """Return the layer; raise an OptionError where config and tensors do not make one.
+
+        ``of_class`` is the config with which the class ran, and states all fields; without it,
+        config.json has to state what the layout leaves open.
+        """
+        config, known = self.opened.config, self.opened.known
+        if of_class is not None:
+            config = ConfigFields.wrap(of_class)
+            known = config_json.read_stated_counts(config)
         headers, module = self.opened.source.headers, self.module
         shapes = {local: headers[name].shape for name, local in module.tensors.items()}
-        known = self.opened.known
-        if self.config is None:
-            known = config_json.read_stated_counts(config)
         sizes = self.stored.sizes(shapes, known)
         described = layout_in_layer(self.stored, config, module.layer)
         given: dict[str, Any] = {}
@@ -179,10 +205,8 @@ class StoredReading:
         size, sides = config_json.find_window_field(config), {*WINDOWS} & {*self.variant}
         if size and sides:
             given["window"] = WINDOWS[sides.pop()](size)
-        if self.config is None:  # a field that nothing states: the proof tells if it is absent
-            function = replace(described.function, window=ABSENT)
-            stated = vars(resolve(function, config, layer=module.layer))
-            given |= {n: None for n in _MAY_LACK if stated[n] is FROM_CONFIG}
+        if of_class is not None:  # a field that nothing states: the proof tells if it is absent
+            given |= dict.fromkeys(self.list_open_fields(config))
         if described.function.rotary and "rotary" not in {*options, *given}:
             _check_stated_rotation(module, self.opened.source, described, config)
         if getattr(described.function.score_bias, "before_scale", False):
@@ -195,74 +219,91 @@ class StoredReading:
 # ---- proof --------------------------------------------------------------------------------------
 
 
-def _load_listed(
-    reading: StoredReading, options: Mapping[str, Any], *, is_named: bool
-) -> Attention:
-    """Return the layer that the catalogue names, proved where its class runs here.
+@dataclass(frozen=True, eq=False)
+class StoredLayers:
+    """The attention layers of a checkpoint; each kind of layer is proved once.
 
-    Where only the config names the layout, a tower beside the model may have another.
+    Attributes:
+        opened: the checkpoint.
+        options: arguments of `Attention` that override the file's.
+        layout: that of the caller; None for the one that the file names.
+        proof: False to load without running the class.
+        proved: what was proved, with the function of the layer.
     """
-    source = reading.opened.source
-    try:
-        layer, problem = reading.layer(source, **options), None
-    except OptionError as error:
-        problem = error
-    try:
-        trial = LoadTrial.of(reading, options)
-    except (NotRunError, MissingExtraError, UntrustedCodeError) as error:
-        if problem is not None:
-            raise problem from None
-        layer.proof = str(Proof(reason=_reason(error)))
-        return layer
-    usual = [] if problem is not None else [reading]
-    proved = trial.find_layer([*usual, *_vary(replace(reading, config=None))], options)
-    if proved is not None:
-        return proved
-    refusal = problem or trial.unequal_error([reading])
-    if is_named or reading.opened.description is not None:
-        raise refusal
-    fitting = _readings_that_fit(reading.opened, reading.module.layer, reading.module.prefix)
-    try:
-        return _load_unlisted(reading.opened, fitting, options)
-    except OptionError:
-        raise refusal from None
 
+    opened: Checkpoint
+    options: Mapping[str, Any] = field(default_factory=dict)
+    layout: str | Layout | None = None
+    proof: bool = True
+    proved: list[tuple[ProvedReading, AttentionSpec]] = field(default_factory=list)
 
-def _load_unlisted(
-    opened: Checkpoint, readings: Sequence[StoredReading], options: Mapping[str, Any]
-) -> Attention:
-    """Return the only layer that gives the numbers of the class, of all layouts that fit."""
-    if not readings:
-        raise _unknown_layout_error(opened)
-    proved: dict[str, Attention] = {}
-    trials: dict[tuple[str, ...], LoadTrial] = {}
-    for reading in readings:
-        key = (*reading.roles.values(), *reading.module.tensors)
+    def load(self, layer: int, prefix: str | None = None) -> Attention:
+        """Return one layer; the arguments and the errors are those of `load_attention`."""
+        for proved, spec in self.proved:
+            alike = proved.of_module(layer, prefix)
+            if alike is not None and (loaded := alike.layer(self.options)).spec == spec:
+                return loaded
+        stored = _select_layout(self.opened, self.layout)
+        if stored is None:
+            readings = _readings_that_fit(self.opened, layer, prefix) if self.proof else []
+            return self._load_unlisted(readings)
+        module, modules = _select_module(self.opened.source, stored, layer, prefix)
+        reading = StoredReading(self.opened, stored, module, modules)
+        if not self.proof:
+            return reading.layer(self.opened.source, **self.options)
+        return self._load_listed(reading)
+
+    def _load_listed(self, reading: StoredReading) -> Attention:
+        """Return the layer that the catalogue names, proved where its class runs here.
+
+        Where only the config names the layout, a tower beside the model may have another.
+        """
+        source, module = self.opened.source, reading.module
         try:
-            if key not in trials:
-                trials[key] = LoadTrial.of(reading, options)
-        except (NotRunError, MissingExtraError) as error:
-            raise _unknown_layout_error(opened, _reason(error)) from None
-        layer = trials[key].find_layer(_vary(reading), options)
-        if layer and not any(_is_same_layer(layer, other) for other in proved.values()):
-            proved[reading.stored.name] = layer
-    if len(proved) == 1:
-        return next(iter(proved.values()))
-    if not proved:
-        raise next(iter(trials.values())).unequal_error(readings)
-    raise OptionError(
-        saw=f"{opened.source.path} gives the numbers of its class as {' and '.join(proved)}",
-        needed="one layout: these layers differ, and no probe shows in what",
-        do="pass layout=... with the one that is meant",
-    )
+            trial = LoadTrial.of(reading, self.options)
+        except (NotRunError, MissingExtraError, UntrustedCodeError) as error:
+            layer = reading.layer(source, **self.options)
+            layer.proof = str(Proof(reason=_reason(error)))
+            return layer
+        if (proved := trial.find_proved(reading)) is not None:
+            return self._keep(proved, proved.layer(self.options))
+        if self.layout is None and self.opened.description is None:
+            with suppress(OptionError):
+                fitting = _readings_that_fit(self.opened, module.layer, module.prefix)
+                return self._load_unlisted(fitting)
+        reading.layer(source, **self.options)  # raises where config and tensors make no layer
+        raise trial.unequal_error([reading])
 
+    def _load_unlisted(self, readings: Sequence[StoredReading]) -> Attention:
+        """Return the only layer that gives the numbers of the class, of all layouts that fit."""
+        if not readings:
+            raise _unknown_layout_error(self.opened)
+        layers: list[tuple[ProvedReading, Attention]] = []
+        trials: dict[tuple[str, ...], LoadTrial] = {}
+        for reading in readings:
+            try:
+                if reading.key not in trials:
+                    trials[reading.key] = LoadTrial.of(reading, self.options)
+            except (NotRunError, MissingExtraError) as error:
+                raise _unknown_layout_error(self.opened, _reason(error)) from None
+            if (proved := trials[reading.key].find_proved(reading)) is not None:
+                layer = proved.layer(self.options)
+                if not any(_is_same_layer(layer, other) for _, other in layers):
+                    layers.append((proved, layer))
+        if len(layers) == 1:
+            return self._keep(*layers[0])
+        if not layers:
+            raise next(iter(trials.values())).unequal_error(readings)
+        names = " and ".join(proved.reading.stored.name for proved, _ in layers)
+        raise OptionError(
+            saw=f"{self.opened.source.path} gives the numbers of its class as {names}",
+            needed="one layout: these layers differ, and no probe shows in what",
+            do="pass layout=... with the one that is meant",
+        )
 
-def _vary(reading: StoredReading) -> Iterator[StoredReading]:
-    """Yield a reading in all variants that may be another function."""
-    for words in VARIANTS:
-        # Without a rotation, interleaved rows are the same function as those of another layout.
-        if NO_ROTATION not in words or reading.stored.rows != "interleaved":
-            yield replace(reading, variant=words)
+    def _keep(self, proved: ProvedReading, layer: Attention) -> Attention:
+        self.proved.append((proved, layer.spec))
+        return layer
 
 
 def _is_same_layer(first: Attention, second: Attention) -> bool:
@@ -288,7 +329,7 @@ class LoadTrial:
         probed: the class, with the tensors of the module.
         probes: what it gave.
         state: the tensors on which it ran.
-        against: the name of its class.
+        skeleton: the model, without parameters.
         options: the caller's.
         outcomes: name of a reading -> the reading, the probes that it passed, and the reason why it
             is refused.
@@ -297,9 +338,14 @@ class LoadTrial:
     probed: ProbedClass
     probes: list[Probe]
     state: StirredTensors
-    against: str
+    skeleton: Skeleton
     options: Mapping[str, Any]
     outcomes: dict[str, tuple[StoredReading, int, str]]
+
+    @property
+    def against(self) -> str:
+        """The name of the class."""
+        return type(self.skeleton.attention).__name__
 
     @classmethod
     def of(cls, reading: StoredReading, options: Mapping[str, Any]) -> LoadTrial:
@@ -313,9 +359,6 @@ class LoadTrial:
         config, source = reading.opened.config, reading.opened.source
         if not config.get("model_type"):
             raise NotRunError("no config.json names a model_type")
-        stored, listed = reading.stored.name, config_json.layout_name(config)
-        if reading.opened.description is not None and listed not in (None, stored):
-            raise NotRunError(f"transformers reads these weights as {listed}, and not as {stored}")
         code = find_trusted_code(source.path, config, trusted=reading.opened.trusts_code)
         headers = source.headers
         needed = COPIES * 8 * sum(prod(headers[name].shape) for name in reading.module.tensors)
@@ -324,21 +367,19 @@ class LoadTrial:
                 f"a proof takes {human_bytes(needed)}, and {human_bytes(free)} are left"
             )
         state = StirredTensors(source)
-        probed = ProbedClass(reading.tensors(state), reading.roles, code, {*options})
-        probes, kind = probed.record_all(config)
+        tensors, roles = reading.of_class(state)
+        if broken := next((n for n, x in tensors.items() if not x.isfinite().all()), None):
+            raise NotRunError(f"{broken} holds NaN or infinite numbers")
+        probed = ProbedClass(tensors, roles, code, {*options})
+        probes, skeleton = probed.record_all(config)
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
-        return cls(probed, probes, state, kind, usual, {})
+        return cls(probed, probes, state, skeleton, usual, {})
 
-    def find_layer(
-        self, readings: Iterable[StoredReading], options: Mapping[str, Any]
-    ) -> Attention | None:
-        """Return the layer of the first reading that is proved; None where none is."""
-        for reading in readings:
-            if (proof := self.prove(reading)) is not None:
-                config = reading.config_of(self.probes[0])
-                layer = reading.layer(reading.opened.source, config=config, **options)
-                layer.proof = str(proof)
-                return layer
+    def find_proved(self, reading: StoredReading) -> ProvedReading | None:
+        """Return the first variant of a reading that is proved; None where none is."""
+        for variant in reading.vary():
+            if (proof := self.prove(variant)) is not None:
+                return ProvedReading(variant, self.probes[0].config, proof, self.skeleton)
         return None
 
     def prove(self, reading: StoredReading) -> Proof | None:
@@ -349,8 +390,7 @@ class LoadTrial:
             try:
                 if probe.config is not built:
                     layer = None  # before another takes as much memory
-                    built, config = probe.config, reading.config_of(probe, self.options)
-                    layer = self._build(reading, config)
+                    built, layer = probe.config, self._build(reading, probe.config)
                 assert layer is not None
                 parted = probe.find_parted_stage(layer)
             except HeadwiseError as error:
@@ -365,12 +405,12 @@ class LoadTrial:
 
     def _build(self, reading: StoredReading, config: Config) -> Attention:
         options = {"dtype": torch.float64, **self.options}
-        return reading.layer(self.state, config=config, **options)
+        return reading.layer(self.state, of_class=config, **options)
 
     def _list_unread_fields(self, reading: StoredReading, probe: Probe) -> list[str]:
         """Return the fields of the config that act on the class, and not on a reading."""
-        is_open = reading.config is None
-        spec = self._build(reading, reading.config_of(self.probes[0])).spec
+        config = self.probes[0].config
+        spec = self._build(reading, config).spec
 
         def is_read(changed: Config) -> bool:
             try:
@@ -378,26 +418,66 @@ class LoadTrial:
             except HeadwiseError:
                 return True
 
-        config = self.probes[0].config if is_open else reading.config
-        return self.probed.list_live_fields(config or {}, probe, is_read)
+        return self.probed.list_live_fields(config, probe, is_read)
 
     def unequal_error(self, readings: Sequence[StoredReading]) -> OptionError:
         """Return the error for a module that no reading gives."""
         first, total = readings[0], len(self.probes)
         reading, passed, why = max(self.outcomes.values(), key=lambda each: each[1])
         name, is_layer = reading.name, " differ from " in why
-        kind, others = first.opened.config.get("model_type"), len(self.outcomes) - 1
+        config, others = first.opened.config, len(self.outcomes) - 1
         rest = f"; {others} other readings part as well" if others else ""
         fields = self._list_unread_fields(reading, self.probes[passed]) if is_layer else []
         if fields:
             rest += f"; the layer does not read {list_some(fields, MAX_NAMES)}, which changes them"
         return OptionError(
-            saw=f"{first.module.prefix} of a {kind} model: as {name}, {why}, after {passed} of "
-            f"{total} probes{rest}",
+            saw=f"{first.module.prefix} of a {config['model_type']} model: as {name}, {why}, after "
+            f"{passed} of {total} probes{rest}",
             needed=f"a layout and settings that give the numbers of {self.against}",
             do="use the model's own class"
-            + ("; proof=False loads it all the same" if first.config is not None else ""),
+            + ("; proof=False loads it all the same" if config_json.layout_name(config) else ""),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class ProvedReading:
+    """A reading that is proved for one module, and for all modules of its kind.
+
+    Attributes:
+        reading: with the module on which it was tried.
+        config: that with which the class ran.
+        proof: the outcome.
+        skeleton: the model of the class, which tells the kinds of its modules apart.
+    """
+
+    reading: StoredReading
+    config: Config
+    proof: Proof
+    skeleton: Skeleton
+
+    def layer(self, options: Mapping[str, Any]) -> Attention:
+        """Return the layer, with the words of the proof."""
+        source = self.reading.opened.source
+        layer = self.reading.layer(source, of_class=self.config, **options)
+        layer.proof = str(self.proof)
+        return layer
+
+    def of_module(self, layer: int, prefix: str | None = None) -> ProvedReading | None:
+        """Return this reading of another module; None where it is of another kind, or several."""
+        matches = _match_modules(self.reading.modules, layer, prefix)
+        return self.of_module_like(matches[0]) if len(matches) == 1 else None
+
+    def of_module_like(self, module: NamedModule) -> ProvedReading | None:
+        """Return this reading of a module with equal names, shapes and settings of its class."""
+        headers, mine = self.reading.opened.source.headers, self.reading.module
+        shapes, others = (
+            {local: tuple(headers[name].shape) for name, local in each.tensors.items()}
+            for each in (mine, module)
+        )
+        kind, other = (self.skeleton.kind_of(each.tensors) for each in (mine, module))
+        if shapes != others or kind is None or kind != other:
+            return None
+        return replace(self, reading=replace(self.reading, module=module))
 
 
 # ---- what to read -------------------------------------------------------------------------------
@@ -436,20 +516,16 @@ def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
 
 def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> list[StoredReading]:
     """Return the readings of a module whose layout has all of its tensors."""
-    headers = opened.source.headers
     readings = []
     for stored in registry.layouts_by_name().values():
-        if not stored.required:
-            continue
-        modules = [m for m in find_modules(stored, headers) if m.tensors]
-        chosen = [
-            m for m in modules if (m.layer == layer if prefix is None else m.prefix == prefix)
-        ]
-        for module in chosen:
-            is_whole = stored.required <= {*module.tensors.values()}
-            is_marked = {module.prefix + mark for mark in stored.marks}.issubset(module.beside)
-            if is_whole and is_marked and not find_unlisted_tensors_of_module(module, stored):
-                readings.append(StoredReading(opened, stored, module, modules, None))
+        if stored.required:
+            modules = [m for m in find_modules(stored, opened.source.headers) if m.tensors]
+            readings += [
+                StoredReading(opened, stored, module, modules)
+                for module in _match_modules(modules, layer, prefix)
+                if stored.required <= {*module.tensors.values()}
+                and may_be_of_layout(module, stored)
+            ]
     if len(names := dict.fromkeys(reading.module.prefix for reading in readings)) > 1:
         raise OptionError(
             saw=f"layer {layer} of {opened.source.path}, which {len(names)} modules have",
@@ -457,6 +533,12 @@ def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> li
             do=f"load_attention(path, prefix={next(iter(names))!r}) in Python, or another of them",
         )
     return readings
+
+
+def _match_modules(
+    modules: Iterable[NamedModule], layer: int, prefix: str | None
+) -> list[NamedModule]:
+    return [m for m in modules if (m.layer == layer if prefix is None else m.prefix == prefix)]
 
 
 def _select_module(
@@ -474,9 +556,7 @@ def _select_module(
             if obstacle is None
             else obstacle.do,
         )
-    matches = [module for module in modules if module.layer == layer]
-    if prefix is not None:
-        matches = [module for module in modules if module.prefix == prefix]
+    matches = _match_modules(modules, layer, prefix)
     if len(matches) == 1:
         return matches[0], modules
     shown = matches or modules

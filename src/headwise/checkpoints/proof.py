@@ -254,18 +254,19 @@ class ProbedClass:
     code: Path | None
     given: Collection[str]
 
-    def record_all(self, config: Mapping[str, Any]) -> tuple[list[Probe], str]:
-        """Run the class on all probes; return them with the name of the class.
+    def record_all(self, config: Mapping[str, Any]) -> tuple[list[Probe], Skeleton]:
+        """Run the class on all probes; return them with the model, without its parameters.
 
         Raises:
             NotRunError: the class cannot be built here, or runs on no probe.
         """
-        near, probes = shrink_far_settings(config, self.given), list[Probe]()
-        for is_near, values in ((False, config), (True, near)):
-            if not is_near or near != dict(config):
-                skeleton = build_skeleton(values, self.tensors, self.roles, self.code)
-                probes += _record_probes(skeleton, is_near=is_near)
-        return probes, type(skeleton.attention).__name__
+        skeleton = build_skeleton(config, self.tensors, self.roles, self.code)
+        probes = _record_probes(skeleton, is_near=False)
+        skeleton.drop_parameters()  # before another model takes as much memory
+        if (near := shrink_far_settings(config, self.given)) != dict(config):
+            changed = build_skeleton(near, self.tensors, self.roles, self.code)
+            probes += _record_probes(changed, is_near=True)
+        return probes, skeleton
 
     def list_live_fields(
         self, config: Mapping[str, Any], probe: Probe, is_read: Callable[[Mapping[str, Any]], bool]

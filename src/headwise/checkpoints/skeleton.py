@@ -8,6 +8,7 @@ class to the last bit, in float32.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from headwise.errors import OptionError
 from headwise.support.lazy import require_package
 from headwise.support.wide import default_float64, in_float64
 
+# Attributes of modules that number the layers.
+LAYER_NUMBER = re.compile(r"(^|layer_?)(idx|id|index|number)$")
 COSTLY = 2**26  # parameters beyond which an attention, and the blocks before it, cost seconds
 
 
@@ -134,6 +137,39 @@ class Skeleton:
         source = None if is_same else source
         return ClassCall(x=x, source=source, stages=stages, is_narrow=is_narrow)
 
+    def kind_of(self, stored: Iterable[str]) -> tuple[object, ...] | None:
+        """Return what an attention of the model is, by its stored names: equal for one kind.
+
+        None where the model has no place for one of them.
+
+        Those are its path without numbers, its classes, settings and tables, those of its block,
+        and its entries in lists of the config with one for each layer. The number of the layer
+        itself is left out.
+        """
+        stored = list(stored)
+        names = _rename(self.model, stored)
+        if len(names) < len(stored):
+            return None
+        path = _common_path([name.rpartition(".")[0] for name in names.values()])
+        attention, parts = self.model.get_submodule(path), path.split(".")
+        block = self.model.get_submodule(".".join(parts[:-1]))
+        lists = [x for x in self.config.values() if isinstance(x, list | tuple)]
+        entries = []
+        for at, part in enumerate(parts):
+            blocks = self.model.get_submodule(".".join(parts[:at]))
+            if part.isdecimal() and isinstance(blocks, nn.ModuleList):
+                entries += [x[int(part)] for x in lists if len(x) == len(blocks)]
+        settings = [(name, *_settings_of(each)) for name, each in attention.named_modules()]
+        stack = [part for part in parts if not part.isdecimal()]
+        return stack, entries, *_settings_of(block), settings
+
+    def drop_parameters(self) -> None:
+        """Free the memory of the parameters; the model does not run any more."""
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(parameter.to("meta"), False)
+
     def _is_alone(self, role: str) -> bool:
         module = self.projections[role]
         return [*self.projections.values()].count(module) == 1
@@ -164,7 +200,9 @@ def build_skeleton(
     try:
         with silence_transformers(transformers), default_float64():
             kind, made = class_of_config(transformers, _in_double(config), code)
-            model = _build(transformers, kind, made)
+            made._experts_implementation = "eager"  # the grouped kernel has no float64
+            with parameters_on_meta():
+                model = kind(made)
             names = _place(model, tensors)
     except OptionError:
         raise
@@ -204,15 +242,6 @@ def _in_double_part(value: Any) -> Any:
     return float(value["__float__"]) if "__float__" in value else _in_double(value)
 
 
-def _build(transformers: Any, kind: Any, config: Any) -> Any:
-    if not issubclass(kind, transformers.PreTrainedModel):
-        with torch.device("meta"):  # an Auto class chooses one
-            kind = type(kind.from_config(config))
-    config._experts_implementation = "eager"  # the grouped kernel has no float64
-    with parameters_on_meta():
-        return kind(config)
-
-
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Give new parameters no memory; buffers, such as tables of angles, are made as always."""
@@ -232,18 +261,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 def _place(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Put stored tensors in their places; return stored name -> name in the model."""
-    loading = import_module("transformers.core_model_loading")
-    mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
-    state, prefix = model.state_dict(), model.base_model_prefix
-    names = {}
-    for name in tensors:
-        renamed = loading.rename_source_key(name, renamings, converters, prefix, state)[0]
-        if renamed not in state:
-            renamed = loading.rename_source_key(name, [], [], prefix, state)[0]
-        if renamed in state:
-            names[name] = renamed
+    loading, renamings, converters = _read_renamings(model)
+    names, state = _rename(model, tensors), model.state_dict()
     options = import_module("transformers.modeling_utils").LoadStateDictConfig
     loading.convert_and_load_state_dict_in_model(
         model=model,
@@ -256,6 +275,44 @@ def _place(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
             shape, wanted = tuple(tensors[stored].shape), tuple(state[name].shape)
             raise ValueError(f"at {stored} of {shape}, where it has {wanted}")
     return names
+
+
+def _read_renamings(model: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Return the module of transformers that renames stored tensors, and its rules for a model."""
+    loading = import_module("transformers.core_model_loading")
+    mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    return loading, renamings, [x for x in mapping if isinstance(x, loading.WeightConverter)]
+
+
+def _rename(model: Any, stored: Iterable[str]) -> dict[str, str]:
+    """Return stored name -> name in the model, for those that the model has."""
+    loading, *rules = _read_renamings(model)
+    state, prefix = model.state_dict(), model.base_model_prefix
+    names = {}
+    for name in stored:
+        renamed = loading.rename_source_key(name, *rules, prefix, state)[0]
+        if renamed not in state:
+            renamed = loading.rename_source_key(name, [], [], prefix, state)[0]
+        if renamed in state:
+            names[name] = renamed
+    return names
+
+
+def _settings_of(module: nn.Module) -> tuple[object, ...]:
+    """Return the class of a module, its settings without the number of its layer, its tables."""
+    usual = (bool, int, float, str, tuple, list, type(None))
+    settings = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, usual) and not LAYER_NUMBER.search(name)
+    }
+    tables = {
+        name: bytes(x.reshape(-1).view(torch.uint8).numpy())
+        for name, x in module._buffers.items()
+        if x is not None and not x.is_meta
+    }
+    return type(module), settings, tables
 
 
 def _common_path(paths: list[str]) -> str:

@@ -43,9 +43,6 @@ class DescribedModel:
         """Return the model class and what its ``from_pretrained`` gets, in the model's layout."""
         known = self.checkpoint.known
         kind, config = class_of_config(transformers, self.checkpoint.config, code)
-        if not issubclass(kind, transformers.PreTrainedModel):
-            with torch.device("meta"):  # an Auto class needs a folder to choose one; no memory
-                kind = type(kind.from_config(config))
         state = convert(
             self.checkpoint.source, self.stored, self.target, accept=(), root=None, **known
         )
@@ -294,8 +291,7 @@ def make_empty_model(config: Mapping[str, Any], code: Path | None = None) -> Any
     with silence_transformers(transformers):
         kind, made = class_of_config(transformers, values, code)
         with torch.device("meta"):
-            is_class = issubclass(kind, transformers.PreTrainedModel)
-            return kind(made) if is_class else kind.from_config(made)
+            return kind(made)
 
 
 def _read_model(
@@ -412,7 +408,11 @@ def class_of_config(
     if kind is None:
         kind = type(transformers.AutoConfig.for_model(values["model_type"]))
     config = kind.from_dict(dict(values))
-    return _model_class(transformers, config, code), config
+    kind = _model_class(transformers, config, code)
+    if not issubclass(kind, transformers.PreTrainedModel):  # an Auto class chooses by the config
+        choose = import_module("transformers.models.auto.auto_factory")._get_model_class
+        kind = choose(config, kind._model_mapping)
+    return kind, config
 
 
 def _model_class(transformers: Any, config: Any, code: Path | None) -> Any:

@@ -6,12 +6,14 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.checkpoints.loading import load_attention
+from headwise.checkpoints.description import open_checkpoint
+from headwise.checkpoints.loading import StoredLayers
 from headwise.checkpoints.source import CheckpointSource
 from headwise.diagnosis import functions, model_runs, probes, watch
 from headwise.diagnosis.attentions import Comparison
@@ -116,9 +118,10 @@ class _Compared:
     def is_layer(self) -> bool:
         return self.kind in ("layer", "module")
 
-    def load(self, number: int) -> Attention:
-        """Return a layer of stored weights."""
-        return load_attention(self.value, layer=number, trust_remote_code=self.trusted)
+    @cached_property
+    def layers(self) -> StoredLayers:
+        """The layers of stored weights."""
+        return StoredLayers(open_checkpoint(Path(self.value), {}, trusts_code=self.trusted))
 
 
 def _open_side(name: str, given: object, trusted: bool) -> _Compared:
@@ -258,7 +261,7 @@ def _run_stored_layers(side: _Compared, model: ModelRun) -> ModelRun:
     """Load as many layers as a model has, and run each on the input of the model's layer."""
     path, runs = Path(side.value), []
     for number, other in enumerate(model.layers):
-        stored = layers.NativeSubject(side.load(number))
+        stored = layers.NativeSubject(side.layers.load(number))
         name, call = f"layer {number} of {path.name}", stored.record(other.call.inputs)
         runs.append(LayerRun(name, call, stored.model, stored=stored.dtype))
     return ModelRun(path.name, runs, None, model.inputs)
@@ -280,7 +283,7 @@ def _make_subject(side: _Compared, other: _Compared) -> Subject:
     name, value = side.name, side.value
     if side.kind == "weights" and side.is_path and other.kind == "module":
         number = transformers.stated_layer_index(other.value) or 0
-        return layers.NativeSubject(side.load(number))
+        return layers.NativeSubject(side.layers.load(number))
     is_whole = side.kind == "model" and other.is_layer
     if is_whole and (modules := layers.read_attention_modules(value)):
         code = re.sub(r"\.(\d+)", r"[\1]", modules[0].prefix.rstrip("."))

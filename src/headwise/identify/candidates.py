@@ -98,11 +98,7 @@ def _match_layout(
     layout: Layout, headers: Headers, counts: Mapping[str, int]
 ) -> CandidateLayout | None:
     modules = find_modules(layout, headers)
-    if not modules or any(
-        places.find_unlisted_tensors_of_module(module, layout)
-        or not {module.prefix + mark for mark in layout.marks}.issubset(module.beside)
-        for module in modules
-    ):
+    if not modules or not all(places.may_be_of_layout(module, layout) for module in modules):
         return None
     module_fits = list(_list_module_sizes(modules, layout, headers, counts))
     fitting = [(module, fits) for module, fits in module_fits if fits]

@@ -2,26 +2,28 @@
 
 A detection is one layout, or the list of those that the evidence cannot distinguish. The result is
 never a guess: names and shapes of two layouts often coincide, and so do the first rows. Values
-decide if the same weights are available in a known layout, and a run if a model has them.
+decide if the same weights are available in a known layout, or in a folder whose class runs.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from headwise.checkpoints import config as configs
 from headwise.checkpoints import description as descriptions
 from headwise.checkpoints.config import Config
+from headwise.checkpoints.description import Checkpoint
 from headwise.checkpoints.source import CheckpointSource
-from headwise.errors import CheckpointError, OptionError, UndecidedError
+from headwise.errors import CheckpointError, OptionError, ShapeError, UndecidedError
+from headwise.function.rounding import coarsest
 from headwise.function.weights import State
 from headwise.identify import candidates as grouping
 from headwise.identify.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
@@ -466,6 +468,7 @@ def narrow_by_reference_values(
     other: Mapping[str, Tensor],
     *,
     called: str = "the reference",
+    by: str = "values",
 ) -> Detection:
     """Return the detection with the candidates whose canonical tensors are the reference's.
 
@@ -473,19 +476,23 @@ def narrow_by_reference_values(
     the number of heads or the rotary_width is open, every value that fits is tried.
 
     Tensors are read module by module, so they may be memory-mapped. ``other`` holds the same
-    weights elsewhere; it may have several candidates, and reasons name it ``called``.
+    weights elsewhere; it may have several candidates, and reasons name it ``called``. ``by`` is
+    "behaviour" for a reference whose layouts are proved; their proofs are reasons then.
     """
     groups: list[LayoutGroup] = []
     refuted = dict(detection.refuted)
     split = split_candidate_by_sizes
-    references = [each for group in reference.fitting for each in split(group[0])]
+    sized = [each for group in reference.fitting for each in split(group[0])]
     for group in (*detection.candidates, *detection.misplaced):
-        match = _find_first_match(split(group[0]), state, references, other, called)
-        if isinstance(match, CandidateLayout):
-            groups.append(tuple(each.with_sizes(match.fits[0]) for each in group))
-        else:
+        match = _find_first_match(split(group[0]), state, sized, other, called)
+        if isinstance(match, str):
             refuted |= {each.layout.name: match for each in group}
-    return narrow_detection(detection, groups, refuted, by="values")
+        else:
+            mine, theirs = match
+            more = theirs.reasons if by == "behaviour" else ()
+            sized_group = (each.with_sizes(mine.fits[0]) for each in group)
+            groups.append(tuple(replace(x, reasons=(*x.reasons, *more)) for x in sized_group))
+    return narrow_detection(detection, groups, refuted, by=by)
 
 
 def _find_first_match(
@@ -494,8 +501,8 @@ def _find_first_match(
     references: list[CandidateLayout],
     other: Mapping[str, Tensor],
     called: str,
-) -> CandidateLayout | str:
-    """Return the first candidate that equals a reference; else the reason why none does."""
+) -> tuple[CandidateLayout, CandidateLayout] | str:
+    """Return the first candidate that equals a reference, and it; else why none does."""
     if not references:
         return f"{called} has no attention layer of a known layout"
     reasons = []
@@ -503,11 +510,12 @@ def _find_first_match(
     for mine in candidates:
         for theirs in references:
             if query_and_kv_head_counts(mine.fits[0]) == query_and_kv_head_counts(theirs.fits[0]):
+                options = {"names_heads": names_heads, "any_dtype": True}
                 reason = describe_difference_from_reference(
-                    mine, state, theirs, other, called, names_heads=names_heads
+                    mine, state, theirs, other, called, **options
                 )
                 if reason is None:
-                    return mine
+                    return mine, theirs
                 reasons.append(reason)
     return reasons[0] if reasons else f"no number of heads fits both it and {called}"
 
@@ -536,8 +544,12 @@ def describe_difference_from_reference(
     called: str,
     *,
     names_heads: bool,
+    any_dtype: bool = False,
 ) -> str | None:
-    """Return the first difference in attention of two readings, each of one size; None if equal."""
+    """Return the first difference in attention of two readings, each of one size; None if equal.
+
+    With ``any_dtype`` both are rounded to the coarser dtype of the two.
+    """
     if len(mine.modules) != len(theirs.modules):
         return f"it has {len(mine.modules)} modules, {called} {len(theirs.modules)}"
     conflicts = mine.layout.function.conflicts(theirs.layout.function)
@@ -546,6 +558,7 @@ def describe_difference_from_reference(
     for number, module in enumerate(mine.modules):
         x = read_canonical_state(mine, number, state)
         y = read_canonical_state(theirs, number, other)
+        x, y = _round_alike(x, y) if any_dtype else (x, y)
         if parts := describe_difference(x, y, names_heads=names_heads):
             before = f"; before it, {number} of {len(mine.modules)} modules agree" if number else ""
             path = f"`{module.prefix}`" if module.prefix else "the module"
@@ -553,25 +566,52 @@ def describe_difference_from_reference(
     return None
 
 
+def _round_alike(first: State, second: State) -> tuple[State, State]:
+    dtypes = {n: (first[n].dtype, second[n].dtype) for n in first.keys() & second.keys()}
+    coarse = {name: coarsest(pair) for name, pair in dtypes.items() if len({*pair}) == 2}
+    mine, theirs = (
+        {n: x.to(coarse.get(n, x.dtype)) for n, x in s.items()} for s in (first, second)
+    )
+    return mine, theirs
+
+
 def read_canonical_state(
     candidate: CandidateLayout, number: int, state: Mapping[str, Tensor]
 ) -> State:
-    """Return the canonical tensors of a module, read with the first head counts that fit."""
+    """Return the canonical tensors of a module, read with the first head counts that fit.
+
+    A wider tower beside the first has more heads of the same head_dim.
+    """
     sizes, names = candidate.fits[0], candidate.modules[number].tensors
-    known = {k: sizes[k] for k in ("heads", "kv_heads", "rotary_width") if k in sizes}
-    return candidate.layout.unpack({local: state[n] for n, local in names.items()}, **known)
+    stored = {local: state[n] for n, local in names.items()}
+    counts = {k: sizes[k] for k in ("heads", "kv_heads", "rotary_width") if k in sizes}
+    with suppress(ShapeError):
+        return candidate.layout.unpack(stored, **counts)
+    return candidate.layout.unpack(stored, head_dim=sizes["head_dim"])
 
 
-def narrow_by_running(detection: Detection, state: Mapping[str, Tensor], *run: Any) -> Detection:
-    """Return the detection with the candidates that compute the same: see `compare_by_running`."""
-    from headwise.identify.running import compare_by_running
+def narrow_by_proof(
+    detection: Detection, state: Mapping[str, Tensor], model: Checkpoint
+) -> Detection:
+    """Return the detection with the candidates that read the same as a layout that is proved.
 
-    candidates = (*detection.candidates, *detection.misplaced)
-    groups, refuted = compare_by_running(candidates, state, *run)
-    return narrow_detection(detection, groups, {**detection.refuted, **refuted}, by="behaviour")
+    ``model`` has the same weights, in a layout that its class of transformers decides; the errors
+    are those of `prove_layouts`.
+    """
+    from headwise.identify.proof import prove_layouts
 
-
-LENGTH = 48  # tokens of the input with which a model is run
+    called = str(model.source.path)
+    # Without its config: its class decides.
+    theirs = GivenWeights(called, model.source, {}, model.known, model.description).detection()
+    proved, why = prove_layouts(model, (*theirs.candidates, *theirs.misplaced))
+    reference = Detection(tuple((each,) for each in proved), {})
+    narrowed = narrow_by_reference_values(
+        detection, state, reference, model.source, called=called, by="behaviour"
+    )
+    if proved:
+        return narrowed
+    refuted = {name: why.get(name, reason) for name, reason in narrowed.refuted.items()}
+    return replace(narrowed, refuted=refuted)
 
 
 @explain_arguments(RENAMED_COUNTS)
@@ -598,8 +638,7 @@ def detect(
         weights: a file of weights, a folder with them, or a state dict.
         config: as in config.json; that beside the file if None.
         reference: the same weights in a known layout; their values decide.
-        against: a folder with a transformers model that has the same weights; its computation
-            decides.
+        against: a folder with a transformers model that has the same weights; its class decides.
         trust_remote_code: True to run code in the folder of ``against``.
         heads: query heads, if no config has it.
         kv_heads: heads of keys and values.
@@ -635,20 +674,10 @@ def _detect_by_running(
             needed="the path of a folder with a transformers model",
             do="save the model with save_pretrained, and give that folder",
         )
-    from headwise.checkpoints.transformers import load
-    from headwise.identify.running import USE_REFERENCE
-    from headwise.scanning.inputs import explain_failure_on_token_ids
-
-    stored = load(Path(against), trust_remote_code=trusted)
     # The same weights have the same counts, so the counts of the model hold for both files.
-    known = configs.merge_counts(stored.config, require_whole_counts(counts), origin=Path(against))
-    detection = _detect_by_values(given, other, known)
-    length = min(LENGTH, stored.positions or LENGTH)
-    ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-    inputs = stored.inputs(ids)
-    with explain_failure_on_token_ids(str(against), length, do=USE_REFERENCE), torch.no_grad():
-        stored.model(**inputs)
-    return narrow_by_running(detection, given.tensors, stored.model, inputs, stored.config)
+    whole = require_whole_counts(counts)
+    model = descriptions.open_checkpoint(Path(against), whole, trusts_code=trusted)
+    return narrow_by_proof(_detect_by_values(given, other, model.known), given.tensors, model)
 
 
 def _detect_by_values(

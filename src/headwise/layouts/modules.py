@@ -157,6 +157,12 @@ def find_unlisted_tensors_of_module(module: NamedModule, layout: Layout) -> list
     ]
 
 
+def may_be_of_layout(module: NamedModule, layout: Layout) -> bool:
+    """True if a layout has all tensors of a module, and the module the layout's marks."""
+    marks = {module.prefix + mark for mark in layout.marks}
+    return marks.issubset(module.beside) and not find_unlisted_tensors_of_module(module, layout)
+
+
 def _find_modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModule]:
     modules: dict[str, dict[str, str]] = {}
     stored = {f".{_with_dots(local)}": local for local in layout.tensors}
