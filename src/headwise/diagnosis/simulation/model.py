@@ -410,8 +410,6 @@ class ForcedStage:
         """Return another stage of the call."""
         return replace(self, stage=stage)
 
-    # ---- its result -----------------------------------------------------------------------------
-
     def with_inputs(self, **changes: Any) -> ForcedStage:
         """Return the stage of a call with other inputs."""
         inputs = replace(self.call.inputs, **changes)
