@@ -48,9 +48,10 @@ ROUNDED = (
 )
 # What classes decide for each layer in code, where their config alone does not say it.
 NO_ROTATION, NO_WINDOW = "no rotation", "no window"
-# Windows of w: w keys up to the query, w / 2 to both sides, or w to both sides.
+# Windows of w: w keys up to the query, or around it, w / 2 to both sides, or w to both sides.
 WINDOWS: dict[str, Callable[[int], tuple[int, int | None]]] = {
     "a window": lambda w: (w - 1, None),
+    "a window around each token": lambda w: ((w - 1) // 2, w // 2),
     "a two-sided window": lambda w: (w // 2, w // 2),
     "a window to each side": lambda w: (w, w),
 }

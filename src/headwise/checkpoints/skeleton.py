@@ -8,6 +8,7 @@ class to the last bit, in float32.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,18 +70,22 @@ class Skeleton:
         model: the model, in eval mode.
         owners: the models around the attention, the largest first.
         projections: role -> module that projects queries, keys, values or outputs.
-        attention: the smallest module that holds all of them.
+        attention: the smallest module that holds all of them; ``path`` is its name.
     """
 
     model: nn.Module
     owners: Sequence[Any]
     projections: Mapping[str, nn.Module]
     attention: nn.Module
+    path: str
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config of the smallest model, with the defaults of its class."""
-        return dict(self.owners[-1].config.to_dict())
+        """The config of the smallest model, or of its part in the path, with all defaults."""
+        config = dict(self.owners[-1].config.to_dict())
+        words = {n: n.removesuffix("_config") for n, x in config.items() if isinstance(x, Mapping)}
+        inner = (n for n, word in words.items() if word != n and word in self.path)
+        return config.get(next(inner, ""), config)
 
     @property
     def is_large(self) -> bool:
@@ -88,8 +93,8 @@ class Skeleton:
         return sum(p.numel() for p in self.attention.parameters()) > COSTLY
 
     @torch.no_grad()
-    def call(self, owner: Any, inputs: Mapping[str, Any]) -> ClassCall:
-        """Run one of the owners up to the output of the attention.
+    def call(self, run: Callable[..., Any], inputs: Mapping[str, Any]) -> ClassCall:
+        """Run one of the owners, or a method of it, up to the output of the attention.
 
         Raises:
             NotRunError: the class cannot run on these inputs, or does not reach the attention.
@@ -104,13 +109,23 @@ class Skeleton:
 
             return keep_call
 
-        hooks = [m.register_forward_hook(keep(role)) for role, m in self.projections.items()]
-        kind = type(owner).__name__
+        def keep_whole(module: nn.Module, given: tuple[Any, ...], named: Any, output: Any) -> None:
+            inputs = inspect.signature(module.forward).bind(*given, **named).arguments
+            sources = {r: inputs[n] for r, n in zip("qkv", ("query", "key", "value"), strict=True)}
+            reached.update({role: (x, None) for role, x in sources.items()}, o=(None, output[0]))
+            raise _ReachedError
+
+        if isinstance(self.attention, nn.MultiheadAttention):  # its projections are no calls
+            hooks = [self.attention.register_forward_hook(keep_whole, with_kwargs=True)]
+        else:
+            hooks = [m.register_forward_hook(keep(role)) for role, m in self.projections.items()]
+        kind = type(getattr(run, "__self__", run)).__name__
+        batch = next(x.shape[0] for x in inputs.values() if isinstance(x, Tensor))
         try:
             with in_float64() as narrow:
-                owner(**inputs)
+                run(**inputs)
         except _ReachedError:
-            return self._read_call(reached, is_narrow=narrow.is_seen)
+            return self._read_call(reached, batch, is_narrow=narrow.is_seen)
         except list_run_errors() as error:
             raise NotRunError(f"{kind} {_first_line(error)}") from error
         finally:
@@ -118,18 +133,25 @@ class Skeleton:
                 hook.remove()
         raise NotRunError(f"{kind} did not call the output projection of its attention")
 
-    def _read_call(self, reached: Mapping[str, tuple[Any, Any]], *, is_narrow: bool) -> ClassCall:
-        tensors = [x for pair in reached.values() for x in pair]
+    def _read_call(
+        self, reached: Mapping[str, tuple[Any, Any]], batch: int, *, is_narrow: bool
+    ) -> ClassCall:
+        tensors = [x for pair in reached.values() for x in pair if x is not None]
         is_whole = reached.keys() == self.projections.keys()
-        if not is_whole or not all(isinstance(x, Tensor) and x.dim() == 3 for x in tensors):
+        if not is_whole or not all(isinstance(x, Tensor) and x.dim() in (2, 3, 4) for x in tensors):
             kind = type(self.attention).__name__
             raise NotRunError(f"{kind} does not project (batch, tokens, width) by its modules")
-        x, source = reached["q"][0], reached["k"][0]
-        if reached["v"][0].shape != source.shape or not torch.equal(reached["v"][0], source):
+        rows = {
+            role: [None if x is None else _tokens_in_rows(x, batch) for x in pair]
+            for role, pair in reached.items()
+        }
+        x, source, value_source = (rows[role][0] for role in "qkv")
+        if value_source.shape != source.shape or not torch.equal(value_source, source):
             kind = type(self.attention).__name__
             raise TwoSourcesError(f"{kind} projects keys and values from two inputs")
-        stages = {role: reached[role][1] for role in "qkv" if self._is_alone(role)}
-        stages |= {"head outputs": reached["o"][0], "output": reached["o"][1]}
+        stages = {role: rows[role][1] for role in "qkv" if self._is_alone(role)}
+        stages |= {"head outputs": rows["o"][0], "output": rows["o"][1]}
+        stages = {name: stage for name, stage in stages.items() if stage is not None}
         is_same = source.shape == x.shape and torch.equal(source, x)
         source = None if is_same else source
         return ClassCall(x=x, source=source, stages=stages, is_narrow=is_narrow)
@@ -137,6 +159,14 @@ class Skeleton:
     def _is_alone(self, role: str) -> bool:
         module = self.projections[role]
         return [*self.projections.values()].count(module) == 1
+
+
+def _tokens_in_rows(x: Tensor, batch: int) -> Tensor:
+    """Return (batch, tokens, width) of tokens alone, of a map of tokens, or with the batch second."""
+    if x.dim() == 2:
+        return x[None]
+    x = x.flatten(1, -2)
+    return x.transpose(0, 1) if x.shape[0] != batch == x.shape[1] else x
 
 
 def list_run_errors() -> tuple[type[Exception], ...]:
@@ -183,7 +213,7 @@ def build_skeleton(
     _fill(model, modules.values())
     _skip_blocks_before(model, common)
     attention = model.get_submodule(common)
-    return Skeleton(model.eval(), owners, modules, attention)
+    return Skeleton(model.eval(), owners, modules, attention, common)
 
 
 def _in_double(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,6 +319,10 @@ def _fill(model: nn.Module, projections: Iterable[nn.Module]) -> None:
             if parameter is not None and parameter.is_meta:
                 values = make_small(parameter.shape, generator)
                 module._parameters[name] = nn.Parameter(values, requires_grad=False)
+        for buffer in module._buffers.values():  # such as a book of codes, which a file would fill
+            if buffer is not None and buffer.dim() > 1 and buffer.is_floating_point():
+                if not buffer.any():
+                    buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
 def make_small(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -32,6 +32,17 @@ LAYOUTS = (
         name="umt5",
         note="T5's names; every layer of self attention has a table of distances of its own",
     ),
+    _t5(
+        name="pix2struct",
+        tensors=projections("query key value output", source="source_dim", biases="")
+        | {"relative_attention_bias.weight": "distances: buckets heads"},
+        where={
+            "encoder": "encoder.encoder.layer.{layer}.attention.",
+            "decoder": "decoder.layer.{layer}.self_attention.attention.",
+            "cross": "decoder.layer.{layer}.encoder_decoder_attention.attention.",
+        },
+        note="T5's attention; the encoder of images has no distances",
+    ),
     _model(
         name="bart",
         tensors=projections("q_proj k_proj v_proj out_proj"),
