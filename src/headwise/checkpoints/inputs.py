@@ -57,6 +57,8 @@ def list_inputs(run: Any, *, is_large: bool, is_mixed: bool) -> Iterator[Iterato
         _, text, _ = next(_list_texts(config, takes, "input_ids", longest=SHORT))
         more |= text
     others = [*_list_pictures(config, takes), *_list_sounds(config, takes)]
+    if "encoder_hidden_states" in takes and not forms:
+        more |= _give_source(config)
     if more and not forms:
         others.append(("features", {}))
         if "context" in more and "attention_mask" in takes:
@@ -73,7 +75,7 @@ def _generator() -> torch.Generator:
 
 
 def find_field(config: Config, *names: str) -> Any:
-    """Return the first of these fields of a config, or of a part of it; None where there is none."""
+    """Return the first of these fields of a config or of a part of it; None if there is none."""
     parts = [part for part in config.values() if isinstance(part, Mapping)]
     stated = (config[name] for name in names if config.get(name) is not None)
     deeper = (find_field(part, *names) for part in parts)
@@ -82,12 +84,6 @@ def find_field(config: Config, *names: str) -> Any:
 
 def _width(config: Config) -> int:
     return find_field(config, "hidden_size", "d_model") or 1
-
-
-def _list_places(_: Config) -> Tensor:
-    """Return rows and columns of patches, (batch, patches, 2)."""
-    places = torch.cartesian_prod(torch.arange(EDGE), torch.arange(EDGE))
-    return places.expand(BATCH, -1, -1)
 
 
 # Arguments that some classes need beside text, an image or a sound -> values for them.
@@ -132,8 +128,9 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
         yield "a video", {name: _draw(BATCH, frames, channels, high, wide)}
     if "flattened_patches" in takes:
         width = find_field(config, "patch_embed_hidden_size") or _width(config)
-        patches = torch.cat([_list_places(config) + 1.0, _draw(BATCH, EDGE**2, width)], -1)
-        yield "patches", {"flattened_patches": patches}
+        places = torch.cartesian_prod(torch.arange(EDGE), torch.arange(EDGE)) + 1.0
+        rows = torch.cat([places.expand(BATCH, -1, -1), _draw(BATCH, EDGE**2, width)], -1)
+        yield "patches", {"flattened_patches": rows}
 
 
 def _list_sounds(config: Config, takes: list[str]) -> Iterator[tuple[str, Given]]:
@@ -144,7 +141,7 @@ def _list_sounds(config: Config, takes: list[str]) -> Iterator[tuple[str, Given]
     for name in ("input_values", "input_features"):
         if name not in takes:
             continue
-        seen = {mask: torch.ones(BATCH, frames, dtype=torch.long) for mask in masks}
+        seen: Given = {mask: torch.ones(BATCH, frames, dtype=torch.long) for mask in masks}
         yield "a wave", {name: _draw(BATCH, WAVE)}
         yield "a wave of one channel", {name: _draw(BATCH, 1, WAVE)}
         yield "a spectrum", {name: _draw(BATCH, bins, frames)} | seen
@@ -160,9 +157,13 @@ def _give_ids(x: Tensor, takes: list[str]) -> Given:
     return {name: x for name in names if name in takes}
 
 
-def _list_texts(
-    config: Config, takes: list[str], form: str, *, longest: int
-) -> Iterator[Inputs]:
+def _give_source(config: Config) -> Given:
+    names = ("encoder_hidden_size", "cross_attention_hidden_size", "cross_hidden_size")
+    width = next(filter(None, map(config.get, names)), _width(config))
+    return {"encoder_hidden_states": _draw(BATCH, SOURCE, width)}
+
+
+def _list_texts(config: Config, takes: list[str], form: str, *, longest: int) -> Iterator[Inputs]:
     most = config.get("max_position_embeddings") or config.get("n_positions") or longest
     long = min(longest, most - LATE if most > 2 * LATE else most)
     short = min(SHORT, long)
@@ -192,10 +193,7 @@ def _list_texts(
             real[0, hidden] = False
             yield f"padding on the {side}", give(ids, real), real
     if "encoder_hidden_states" in takes:
-        names = ("encoder_hidden_size", "cross_attention_hidden_size", "cross_hidden_size")
-        width = next(filter(None, map(config.get, names)), _width(config))
-        source = {"encoder_hidden_states": _draw(BATCH, SOURCE, width)}
-        yield "a source", give(ids[:, :short]) | source, None
+        yield "a source", give(ids[:, :short]) | _give_source(config), None
     if "position_ids" in takes and "decoder_input_ids" not in takes:
         late = torch.arange(LATE, LATE + short).expand(BATCH, -1)
         yield "late positions", give(ids[:, :short]) | {"position_ids": late}, None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.checkpoints.inputs import LONG, list_inputs, list_runs
+from headwise.checkpoints.inputs import LATE, LONG, list_inputs, list_runs
 from headwise.checkpoints.skeleton import (
     COSTLY,
     ClassCall,
@@ -319,12 +319,26 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool, only: str = "") -> list
                 except NotRunError as error:
                     failures += [] if "encoder_hidden_states" in inputs else [error]
                     continue
+                if "position_ids" in inputs and call.source is None:
+                    call, real = _shift_call(call)
                 probes.append(Probe(f"{name}{suffix}", config, call, real, is_near))
         if probes:
             return probes
         reasons += failures
     kind = type(skeleton.model).__name__
     raise reasons[0] if reasons else NotRunError(f"{kind} takes no known input")
+
+
+def _shift_call(call: ClassCall) -> tuple[ClassCall, Tensor]:
+    """Return a call from position LATE on as one from 0 on, with padding in front, and its tokens.
+
+    Norms behind a rotation make scores depend on the positions, and not only on distances.
+    """
+    stages = {name: x for name, x in call.stages.items() if name in ("head outputs", "output")}
+    x, *late = (nn.functional.pad(x, (0, 0, LATE, 0)) for x in (call.x, *stages.values()))
+    real = torch.ones(x.shape[:2], dtype=torch.bool)
+    real[:, :LATE] = False
+    return replace(call, x=x, stages=dict(zip(stages, late, strict=True))), real
 
 
 # ---- tensors ------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Skeleton:
         config = dict(self.owners[-1].config.to_dict())
         words = {n: n.removesuffix("_config") for n, x in config.items() if isinstance(x, Mapping)}
         inner = (n for n, word in words.items() if word != n and word in self.path)
-        return config.get(next(inner, ""), config)
+        return dict(config.get(next(inner, ""), config))
 
     @property
     def is_large(self) -> bool:
@@ -136,25 +136,31 @@ class Skeleton:
     def _read_call(
         self, reached: Mapping[str, tuple[Any, Any]], batch: int, *, is_narrow: bool
     ) -> ClassCall:
-        tensors = [x for pair in reached.values() for x in pair if x is not None]
+        # A layer of torch has no results of its projections.
+        whole = isinstance(self.attention, nn.MultiheadAttention)
+        tensors = [x for pair in reached.values() for x in pair if not (whole and x is None)]
         is_whole = reached.keys() == self.projections.keys()
         if not is_whole or not all(isinstance(x, Tensor) and x.dim() in (2, 3, 4) for x in tensors):
             kind = type(self.attention).__name__
             raise NotRunError(f"{kind} does not project (batch, tokens, width) by its modules")
         rows = {
-            role: [None if x is None else _tokens_in_rows(x, batch) for x in pair]
+            role: tuple(None if x is None else _tokens_in_rows(x, batch) for x in pair)
             for role, pair in reached.items()
         }
-        x, source, value_source = (rows[role][0] for role in "qkv")
-        if value_source.shape != source.shape or not torch.equal(value_source, source):
+        x, source, values = (rows[role][0] for role in "qkv")
+        assert isinstance(x, Tensor)
+        assert isinstance(source, Tensor)
+        assert isinstance(values, Tensor)
+        if values.shape != source.shape or not torch.equal(values, source):
             kind = type(self.attention).__name__
             raise TwoSourcesError(f"{kind} projects keys and values from two inputs")
-        stages = {role: rows[role][1] for role in "qkv" if self._is_alone(role)}
-        stages |= {"head outputs": rows["o"][0], "output": rows["o"][1]}
-        stages = {name: stage for name, stage in stages.items() if stage is not None}
+        every = {role: rows[role][1] for role in "qkv" if self._is_alone(role)}
+        every |= {"head outputs": rows["o"][0], "output": rows["o"][1]}
+        stages = {name: stage for name, stage in every.items() if stage is not None}
         is_same = source.shape == x.shape and torch.equal(source, x)
-        source = None if is_same else source
-        return ClassCall(x=x, source=source, stages=stages, is_narrow=is_narrow)
+        return ClassCall(
+            x=x, source=None if is_same else source, stages=stages, is_narrow=is_narrow
+        )
 
     def _is_alone(self, role: str) -> bool:
         module = self.projections[role]
@@ -162,7 +168,7 @@ class Skeleton:
 
 
 def _tokens_in_rows(x: Tensor, batch: int) -> Tensor:
-    """Return (batch, tokens, width) of tokens alone, of a map of tokens, or with the batch second."""
+    """Return (batch, tokens, width) from tokens alone, a map of tokens, or the batch second."""
     if x.dim() == 2:
         return x[None]
     x = x.flatten(1, -2)
@@ -319,10 +325,10 @@ def _fill(model: nn.Module, projections: Iterable[nn.Module]) -> None:
             if parameter is not None and parameter.is_meta:
                 values = make_small(parameter.shape, generator)
                 module._parameters[name] = nn.Parameter(values, requires_grad=False)
-        for buffer in module._buffers.values():  # such as a book of codes, which a file would fill
-            if buffer is not None and buffer.dim() > 1 and buffer.is_floating_point():
-                if not buffer.any():
-                    buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        for buffer in module.buffers(recurse=False):
+            # A book of codes is zeros until a file fills it.
+            if buffer.dim() > 1 and buffer.is_floating_point() and not buffer.any():
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
 def make_small(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -242,6 +242,7 @@ _GROUPED = (
         tensors=qkv_fused_by_projection("in_proj", "o_proj", kv_heads="kv_heads", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         function=_HALVES,
+        rows="interleaved",
         model="gradium_phonon_tts",
     ),
 )

@@ -120,8 +120,8 @@ _LLAMAS = (
     ),
     _llama_like_layout(
         "nemotron",
-        AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
-        "Llama's attention; half of a head is rotated",
+        AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), window=FROM_CONFIG),
+        "Llama's attention; half of a head is rotated. Recurrent Gemma has a window",
     ),
     _llama_like_layout(
         "granite",
@@ -148,9 +148,10 @@ _LLAMAS = (
         "dia",
         AttentionSpec(scale=1.0, rotary=RotaryRule()),
         "Llama's attention; its scores are not scaled",
-        where=catalogue.both_sides(
-            "model.{side}.layers.{layer}.", "self_attention.", "cross_attention."
-        ),
+        where={
+            "self": "layers.{layer}.self_attention.",
+            "cross": "layers.{layer}.cross_attention.",
+        },
     ),
     describe_layout(
         name="moshi",

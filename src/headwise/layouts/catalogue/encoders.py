@@ -43,15 +43,6 @@ LAYOUTS = (
         note="one layer may serve as several. The norm follows the residual",
     ),
     _encoder(
-        name="roformer",
-        tensors=_SEPARATE,
-        where=_WHERE | {"cross": "encoder.layer.{layer}.crossattention."},
-        beside=_NORM,
-        function=AttentionSpec(rotary=RotaryRule()),
-        rows="interleaved",
-        note="BERT's names; its values are rotated with rotary_value",
-    ),
-    _encoder(
         name="qformer",
         tensors=projections(
             "attention.query attention.key attention.value output.dense", source="source_dim"

@@ -114,7 +114,8 @@ LAYOUTS = (
     ),
     describe_layout(
         name="timesformer",
-        tensors=qkv_fused_by_projection("attention.qkv") | catalogue.output_projection("output.dense"),
+        tensors=qkv_fused_by_projection("attention.qkv")
+        | catalogue.output_projection("output.dense"),
         where={
             "self": "encoder.layer.{layer}.attention.",
             "encoder": "encoder.layer.{layer}.temporal_attention.",
