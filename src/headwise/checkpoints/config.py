@@ -586,7 +586,8 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
         stated["qk_norm"] = norm = spec.NormRule("layer") if fields["qk_layernorm"] else ABSENT
     if isinstance(norm, spec.NormRule):
         epsilons = (fields.number(name) for name in _EPS)
-        eps = next((number for number in epsilons if number is not None), 1e-6)
+        usual = 1e-6 if norm.eps is FROM_CONFIG else norm.eps
+        eps = next((number for number in epsilons if number is not None), usual)
         stated["qk_norm"] = replace(norm, eps=eps)
     if function.buckets and function.buckets.buckets is FROM_CONFIG:
         # MPNet's class counts 32 whatever its config says.

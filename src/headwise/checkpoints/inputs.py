@@ -82,37 +82,46 @@ def find_field(config: Config, *names: str) -> Any:
     return next((x for each in (stated, deeper) for x in each if x is not None), None)
 
 
+def _size(config: Config, usual: int, *names: str, at: int = -1) -> int:
+    """Return the number in the first of these fields, or in its list."""
+    size = find_field(config, *names)
+    size = size[at] if isinstance(size, list | tuple) and size else size
+    return size if isinstance(size, int) and size > 0 else usual
+
+
 def _width(config: Config) -> int:
-    return find_field(config, "hidden_size", "d_model") or 1
+    return _size(config, 1, "hidden_size", "d_model")
 
 
 # Arguments that some classes need beside text, an image or a sound -> values for them.
 _BESIDE: dict[str, Callable[[Config], Any]] = {
-    "visual_feats": lambda config: _draw(BATCH, REGIONS, config["visual_feat_dim"]),
-    "visual_pos": lambda config: _draw(BATCH, REGIONS, config["visual_pos_dim"]).sigmoid(),
+    "visual_feats": lambda config: _draw(BATCH, REGIONS, _size(config, 1, "visual_feat_dim")),
+    "visual_pos": lambda _: _draw(BATCH, REGIONS, 4).sigmoid(),
     "spatial_shapes": lambda _: torch.full((BATCH, 2), EDGE),
     "pixel_attention_mask": lambda _: torch.ones(BATCH, EDGE**2, dtype=torch.long),
     "aspect_ratio_ids": lambda _: torch.ones(BATCH, 1, dtype=torch.long),
-    "aspect_ratio_mask": lambda config: torch.ones(BATCH, 1, config["max_num_tiles"]).long(),
+    "aspect_ratio_mask": lambda config: torch.ones(
+        BATCH, 1, _size(config, 1, "max_num_tiles")
+    ).long(),
     "merge_sizes": lambda _: torch.ones(1, dtype=torch.long),
     "context": lambda config: _draw(BATCH, SOURCE, _width(config)),
     "query_embeds": lambda config: _draw(BATCH, SHORT, _width(config)),
     "latents": lambda config: _draw(BATCH, _width(config), SHORT),
+    "hidden_states": lambda config: _draw(BATCH, SHORT, _width(config)),
     "inputs": lambda config: _draw(BATCH, SOURCE, _width(config)),
 }
 
 
 def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Given]]:
-    size = find_field(config, "image_size", "input_size", "img_size") or 64
-    high, wide = size if isinstance(size, list | tuple) else (size, size)
-    channels = find_field(config, "num_channels", "in_channels", "in_chans") or 3
-    frames = find_field(config, "num_frames", "frames_per_clip") or FRAMES
-    edge = find_field(config, "patch_size", "spatial_patch_size") or 16
-    edge = edge if isinstance(edge, int) else edge[-1]
+    sizes = "image_size", "input_size", "img_size"
+    high, wide = (_size(config, 64, *sizes, at=at) for at in (0, -1))
+    channels = _size(config, 3, "num_channels", "in_channels", "in_chans")
+    frames = _size(config, FRAMES, "num_frames", "frames_per_clip")
+    edge = _size(config, 16, "patch_size", "spatial_patch_size")
     grid = next((name for name in ("grid_thw", "image_grid_thw") if name in takes), None)
     if grid is not None and "input_ids" not in takes:  # images as rows of patches
         name = "pixel_values" if "pixel_values" in takes else "hidden_states"
-        deep = find_field(config, "temporal_patch_size") or 1
+        deep = _size(config, 1, "temporal_patch_size")
         for columns in (EDGE, 2 * EDGE):
             thw, patches = torch.tensor([[1, EDGE, columns]]), EDGE * columns
             for shape in ((channels * deep * edge**2,), (channels, edge, edge)):
@@ -123,20 +132,21 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
         if "spatial_shapes" in takes:
             yield "patches", {name: _draw(BATCH, EDGE**2, channels * edge**2)}
         elif "aspect_ratio_ids" in takes:
-            yield "tiles", {name: _draw(BATCH, 1, config["max_num_tiles"], channels, high, wide)}
+            tiles = _size(config, 1, "max_num_tiles")
+            yield "tiles", {name: _draw(BATCH, 1, tiles, channels, high, wide)}
         yield "an image", {name: _draw(BATCH, channels, high, wide)}
         yield "a video", {name: _draw(BATCH, frames, channels, high, wide)}
     if "flattened_patches" in takes:
-        width = find_field(config, "patch_embed_hidden_size") or _width(config)
+        width = _size(config, _width(config), "patch_embed_hidden_size")
         places = torch.cartesian_prod(torch.arange(EDGE), torch.arange(EDGE)) + 1.0
         rows = torch.cat([places.expand(BATCH, -1, -1), _draw(BATCH, EDGE**2, width)], -1)
         yield "patches", {"flattened_patches": rows}
 
 
 def _list_sounds(config: Config, takes: list[str]) -> Iterator[tuple[str, Given]]:
-    bins = find_field(config, "num_mel_bins", "feature_size") or 80
-    frames = config.get("max_length") if "input_values" in takes else None
-    frames = frames or 2 * (find_field(config, "max_source_positions") or 200)
+    bins = _size(config, 80, "num_mel_bins", "feature_size")
+    frames = 2 * _size(config, 200, "max_source_positions")
+    frames = _size(config, frames, "max_length") if "input_values" in takes else frames
     masks = [name for name in ("input_features_mask", "padding_mask") if name in takes]
     for name in ("input_values", "input_features"):
         if name not in takes:
@@ -177,8 +187,7 @@ def _list_texts(config: Config, takes: list[str], form: str, *, longest: int) ->
             if real is not None and f"{side}attention_mask" in takes:
                 inputs[f"{side}attention_mask"] = real.long()
         if form == "inputs_embeds":
-            width = config.get("hidden_size") or config.get("d_model") or 1
-            inputs[form] = _draw(*x.shape, width)
+            inputs[form] = _draw(*x.shape, _width(config))
         if "bbox" in takes:
             corner = torch.randint(0, 40, (*x.shape, 2), generator=_generator())
             inputs["bbox"] = torch.cat([corner, corner + LATE], -1)
@@ -201,6 +210,6 @@ def _list_texts(config: Config, takes: list[str], form: str, *, longest: int) ->
 
 def _draw_ids(config: Config, length: int) -> Tensor:
     special = {str(n) for name, n in config.items() if name.endswith("token_id")}
-    rows = find_field(config, "vocab_size") or 100
+    rows = _size(config, 100, "vocab_size")
     usual = torch.tensor([n for n in range(min(rows, 1000)) if str(n) not in special])
     return usual[torch.randint(len(usual), (BATCH, length), generator=_generator())]

@@ -231,7 +231,7 @@ _NORMED = (
     ),
     _plain(
         "esmc",
-        AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule("layer", over="width")),
+        AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule("layer", over="width", eps=1e-5)),
         "the norms have no bias",
         tensors=_LLAMA | _WIDE_NORMS,
     ),
