@@ -99,16 +99,11 @@ _BESIDE: dict[str, Callable[[Config], Any]] = {
     "visual_pos": lambda _: _draw(BATCH, REGIONS, 4).sigmoid(),
     "spatial_shapes": lambda _: torch.full((BATCH, 2), EDGE),
     "pixel_attention_mask": lambda _: torch.ones(BATCH, EDGE**2, dtype=torch.long),
-    "aspect_ratio_ids": lambda _: torch.ones(BATCH, 1, dtype=torch.long),
-    "aspect_ratio_mask": lambda config: torch.ones(
-        BATCH, 1, _size(config, 1, "max_num_tiles")
-    ).long(),
     "merge_sizes": lambda _: torch.ones(1, dtype=torch.long),
     "context": lambda config: _draw(BATCH, SOURCE, _width(config)),
     "query_embeds": lambda config: _draw(BATCH, SHORT, _width(config)),
     "latents": lambda config: _draw(BATCH, _width(config), SHORT),
     "hidden_states": lambda config: _draw(BATCH, SHORT, _width(config)),
-    "inputs": lambda config: _draw(BATCH, SOURCE, _width(config)),
 }
 
 
@@ -131,9 +126,6 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
             continue
         if "spatial_shapes" in takes:
             yield "patches", {name: _draw(BATCH, EDGE**2, channels * edge**2)}
-        elif "aspect_ratio_ids" in takes:
-            tiles = _size(config, 1, "max_num_tiles")
-            yield "tiles", {name: _draw(BATCH, 1, tiles, channels, high, wide)}
         yield "an image", {name: _draw(BATCH, channels, high, wide)}
         yield "a video", {name: _draw(BATCH, frames, channels, high, wide)}
     if "flattened_patches" in takes:
