@@ -21,6 +21,7 @@ PLACES = {
     "siglip2_vision_model": ("head.attention.", "MultiheadAttention"),
     "fsmt": ("decoder.layers.0.encoder_attn.", "Attention"),  # its batch is the second axis
     "hunyuan_v1_dense": ("layers.0.self_attn.", "HunYuanDenseV1Attention"),
+    "rf_detr_dinov2": ("encoder.layer.0.attention.", "RfDetrDinov2Attention"),  # 2 in a window
     "vitdet": ("encoder.layer.0.attention.", "VitDetAttention"),  # projects a map of tokens
     "vivit": ("encoder.layer.1.attention.", "VivitAttention"),
     "vilt": ("encoder.layer.0.attention.", "ViltAttention"),
@@ -58,11 +59,12 @@ def test_an_attention_behind_any_input_is_proved(
 
 
 def test_tokens_in_rows() -> None:
-    x = torch.arange(2 * 3 * 5.0 * 4).reshape(2, 3, 5, 4)
-    assert torch.equal(_tokens_in_rows(x, 2), x.reshape(2, 15, 4))
-    assert torch.equal(_tokens_in_rows(x[0, 0], 2), x[0, :1])
-    assert torch.equal(_tokens_in_rows(x[0].transpose(0, 1), 3), x[0])
-    assert torch.equal(_tokens_in_rows(x[0], 3), x[0])
+    x, ids = torch.arange(2 * 3 * 5.0 * 4).reshape(2, 3, 5, 4), torch.ones(2, 5)
+    assert torch.equal(_tokens_in_rows(x, [ids]), x.reshape(2, 15, 4))
+    assert torch.equal(_tokens_in_rows(x[0, 0], [ids]), x[0, :1])
+    assert torch.equal(_tokens_in_rows(x[:, 0], [ids]), x[:, 0])
+    assert torch.equal(_tokens_in_rows(x[:, 0].transpose(0, 1), [ids]), x[:, 0])
+    assert torch.equal(_tokens_in_rows(x[0].transpose(0, 1), [ids]), x[0].transpose(0, 1))
 
 
 def test_late_tokens_have_others_before_them() -> None:

@@ -198,7 +198,7 @@ def albert() -> Real:
     place = "encoder.albert_layer_groups.0.albert_layers.0.attention"
     model = model_of("albert", **WHOLE, embedding_size=24)
     return real(
-        "albert", model, f"{place}.query", f"{place}.dense", ALL, numbers=FIRST | {"block": 0}
+        "albert", model, f"{place}.query", f"{place}.dense", ALL, numbers=FIRST | {"stage": 0}
     )
 
 

@@ -96,7 +96,7 @@ def _width(config: Config) -> int:
 # Arguments that some classes need beside text, an image or a sound -> values for them.
 _BESIDE: dict[str, Callable[[Config], Any]] = {
     "visual_feats": lambda config: _draw(BATCH, REGIONS, _size(config, 1, "visual_feat_dim")),
-    "visual_pos": lambda _: _draw(BATCH, REGIONS, 4).sigmoid(),
+    "visual_pos": lambda config: _draw(BATCH, REGIONS, _size(config, 4, "visual_pos_dim")),
     "spatial_shapes": lambda _: torch.full((BATCH, 2), EDGE),
     "pixel_attention_mask": lambda _: torch.ones(BATCH, EDGE**2, dtype=torch.long),
     "merge_sizes": lambda _: torch.ones(1, dtype=torch.long),

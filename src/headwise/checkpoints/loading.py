@@ -33,7 +33,7 @@ from headwise.checkpoints.skeleton import NotRunError
 from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.transformers import UntrustedCodeError, find_trusted_code
 from headwise.errors import HeadwiseError, MissingExtraError, OptionError
-from headwise.function.spec import ABSENT, FROM_CONFIG
+from headwise.function.spec import ABSENT, FROM_CONFIG, NormRule
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
@@ -183,7 +183,13 @@ class StoredReading:
         if self.config is None:  # a field that nothing states: the proof tells if it is absent
             function = replace(described.function, window=ABSENT)
             stated = vars(resolve(function, config, layer=module.layer))
-            given |= {n: None for n in _MAY_LACK if stated[n] is FROM_CONFIG}
+            lacking = {n for n in _MAY_LACK if stated[n] is FROM_CONFIG}
+            parts = {n for local in shapes for n in self.stored.patterns[local].tensors}
+            if "qk_norm" in lacking and "q_norm" in parts:
+                norm = NormRule("layer" if "q_norm_bias" in parts else "rms")
+                described = replace(described, function=replace(described.function, qk_norm=norm))
+                lacking.remove("qk_norm")
+            given |= dict.fromkeys(lacking)
         if described.function.rotary and "rotary" not in {*options, *given}:
             _check_stated_rotation(module, self.opened.source, described, config)
         if getattr(described.function.score_bias, "before_scale", False):

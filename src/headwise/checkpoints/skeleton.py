@@ -111,8 +111,9 @@ class Skeleton:
 
         def keep_whole(module: nn.Module, given: tuple[Any, ...], named: Any, output: Any) -> None:
             inputs = inspect.signature(module.forward).bind(*given, **named).arguments
-            sources = {r: inputs[n] for r, n in zip("qkv", ("query", "key", "value"), strict=True)}
-            reached.update({role: (x, None) for role, x in sources.items()}, o=(None, output[0]))
+            kept = *(inputs[name] for name in ("query", "key", "value")), output[0]
+            q, k, v, o = (x if module.batch_first else x.transpose(0, 1) for x in kept)
+            reached.update(q=(q, None), k=(k, None), v=(v, None), o=(None, o))
             raise _ReachedError
 
         if isinstance(self.attention, nn.MultiheadAttention):  # its projections are no calls
@@ -120,12 +121,12 @@ class Skeleton:
         else:
             hooks = [m.register_forward_hook(keep(role)) for role, m in self.projections.items()]
         kind = type(getattr(run, "__self__", run)).__name__
-        batch = next(x.shape[0] for x in inputs.values() if isinstance(x, Tensor))
+        given = [x for x in inputs.values() if isinstance(x, Tensor)]
         try:
             with in_float64() as narrow:
                 run(**inputs)
         except _ReachedError:
-            return self._read_call(reached, batch, is_narrow=narrow.is_seen)
+            return self._read_call(reached, given, is_narrow=narrow.is_seen)
         except list_run_errors() as error:
             raise NotRunError(f"{kind} {_first_line(error)}") from error
         finally:
@@ -134,7 +135,7 @@ class Skeleton:
         raise NotRunError(f"{kind} did not call the output projection of its attention")
 
     def _read_call(
-        self, reached: Mapping[str, tuple[Any, Any]], batch: int, *, is_narrow: bool
+        self, reached: Mapping[str, tuple[Any, Any]], given: Sequence[Tensor], *, is_narrow: bool
     ) -> ClassCall:
         # A layer of torch has no results of its projections.
         whole = isinstance(self.attention, nn.MultiheadAttention)
@@ -144,7 +145,7 @@ class Skeleton:
             kind = type(self.attention).__name__
             raise NotRunError(f"{kind} does not project (batch, tokens, width) by its modules")
         rows = {
-            role: tuple(None if x is None else _tokens_in_rows(x, batch) for x in pair)
+            role: tuple(None if x is None else _tokens_in_rows(x, given) for x in pair)
             for role, pair in reached.items()
         }
         x, source, values = (rows[role][0] for role in "qkv")
@@ -167,12 +168,16 @@ class Skeleton:
         return [*self.projections.values()].count(module) == 1
 
 
-def _tokens_in_rows(x: Tensor, batch: int) -> Tensor:
-    """Return (batch, tokens, width) from tokens alone, a map of tokens, or the batch second."""
+def _tokens_in_rows(x: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """Return (batch, tokens, width) from tokens alone, a map of tokens, or the batch second.
+
+    The batch is second where the first two axes of an input of the model stand the other way.
+    """
     if x.dim() == 2:
         return x[None]
     x = x.flatten(1, -2)
-    return x.transpose(0, 1) if x.shape[0] != batch == x.shape[1] else x
+    is_turned = any(x.shape[:2] == each.shape[1::-1] != each.shape[:2] for each in given)
+    return x.transpose(0, 1) if is_turned else x
 
 
 def list_run_errors() -> tuple[type[Exception], ...]:

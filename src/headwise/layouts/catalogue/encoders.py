@@ -38,7 +38,7 @@ LAYOUTS = (
     _encoder(
         name="albert",
         tensors=projections("query key value dense"),
-        where={"self": "encoder.albert_layer_groups.{block}.albert_layers.{layer}.attention."},
+        where={"self": "encoder.albert_layer_groups.{stage}.albert_layers.{layer}.attention."},
         beside=("LayerNorm.*",),
         note="one layer may serve as several. The norm follows the residual",
     ),
