@@ -32,7 +32,7 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 5_445,
+    "checkpoints": 5_460,
     "cli": 1_950,
     "diagnosis": 13_100,
     "function": 3_000,

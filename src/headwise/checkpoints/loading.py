@@ -34,6 +34,7 @@ from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.transformers import UntrustedCodeError, find_trusted_code
 from headwise.errors import HeadwiseError, MissingExtraError, OptionError
 from headwise.function.spec import ABSENT, FROM_CONFIG, NormRule
+from headwise.function.weights import NORMS, bias_of
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
@@ -185,8 +186,8 @@ class StoredReading:
             stated = vars(resolve(function, config, layer=module.layer))
             lacking = {n for n in _MAY_LACK if stated[n] is FROM_CONFIG}
             parts = {n for local in shapes for n in self.stored.patterns[local].tensors}
-            if "qk_norm" in lacking and "q_norm" in parts:
-                norm = NormRule("layer" if "q_norm_bias" in parts else "rms")
+            if "qk_norm" in lacking and parts.intersection(NORMS):
+                norm = NormRule("layer" if parts.intersection(map(bias_of, NORMS)) else "rms")
                 described = replace(described, function=replace(described.function, qk_norm=norm))
                 lacking.remove("qk_norm")
             given |= dict.fromkeys(lacking)
