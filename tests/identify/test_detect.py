@@ -119,17 +119,17 @@ def test_the_config_decides_among_those_that_fit() -> None:
 
 
 def test_a_model_that_the_catalogue_does_not_know_is_not_decided_by_its_names() -> None:
-    file, _ = file_of(layout("gpt-oss"))
-    said = {"model_type": "openai_privacy_filter"}  # whose pairs are neighbours
-    found = detect_by_names_and_shapes(file, config=said, **known_of(layout("gpt-oss")))
-    assert names_of(found) == [{"gpt-oss"}]
-    assert (found.layout, found.unknown) == (None, "openai_privacy_filter")
-    with pytest.raises(OptionError, match="model, with the names and shapes of gpt-oss"):
+    file, _ = file_of(layout("hunyuan"))
+    said = {"model_type": "a_new_model"}  # whose pairs may be neighbours
+    found = detect_by_names_and_shapes(file, config=said, **known_of(layout("hunyuan")))
+    assert names_of(found) == [{"hunyuan"}]
+    assert (found.layout, found.unknown) == (None, "a_new_model")
+    with pytest.raises(OptionError, match="model, with the names and shapes of hunyuan"):
         found.require_only_layout()
     known = detect_by_names_and_shapes(
-        file, config={"model_type": "gpt_oss"}, **known_of(layout("gpt-oss"))
+        file, config={"model_type": "hunyuan_v1_dense"}, **known_of(layout("hunyuan"))
     )
-    assert known.require_only_layout().name == "gpt-oss"
+    assert known.require_only_layout().name == "hunyuan"
 
 
 def test_what_the_config_says_against_a_layout_refutes_it() -> None:
@@ -165,11 +165,11 @@ def test_a_config_of_another_known_model_is_a_contradiction() -> None:
 
 
 def test_a_contradiction_is_not_decided_where_one_layout_alone_fits() -> None:
-    file, _ = file_of(layout("gpt-oss"))
+    file, _ = file_of(layout("hunyuan"))
     found = detect_by_names_and_shapes(
-        file, config={"model_type": "gptj"}, **known_of(layout("gpt-oss"))
+        file, config={"model_type": "gptj"}, **known_of(layout("hunyuan"))
     )
-    assert names_of(found) == [{"gpt-oss"}]
+    assert names_of(found) == [{"hunyuan"}]
     assert found.contradiction is not None
     assert found.layout is None
     with pytest.raises(UndecidedError):

@@ -43,6 +43,7 @@ SYNONYMS: dict[frozenset[str], str] = {
     frozenset({"llama", "qwen2", "starcoder2"}): "the same matrices; their biases tell them apart",
     frozenset({"clip-openai", "torch-packed"}): "torch's layer at other places",
     frozenset({"beit", "vitdet"}): "the same without biases, which they name differently",
+    frozenset({"qformer", "videomae"}): "the same matrices; their biases tell them apart",
     frozenset({"megatron", "megatron-gpt"}): "their MLPs differ",
     frozenset({"t5", "umt5"}): "the table of distances is in one layer, or in each",
     frozenset({"keras", "keras-gqa"}): "the same with as many kv heads as heads",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headwise.checkpoints.config import layout_name
+from headwise.checkpoints.config import layer_attends, layout_name
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.loading import StoredLayers
 from headwise.errors import HeadwiseError
@@ -61,14 +61,17 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
 
 
 def _prefixes(opened: Checkpoint) -> Iterator[str]:
-    """The prefixes of modules that a layout has whole."""
+    """The prefixes of modules that a layout has whole, where the config does not deny a softmax."""
     name, headers = layout_name(opened.config), opened.source.headers
     every = registry.layouts_by_name().values()
     seen = set()
     for layout in every if name is None else [registry.layout(name)]:
         for module in find_modules(layout, headers) if layout.required else ():
             whole = layout.required <= {*module.tensors.values()}
-            if whole and module.prefix not in seen:
+            linear = "text_config" not in opened.config and not layer_attends(
+                opened.config, module.layer
+            )
+            if whole and not linear and module.prefix not in seen:
                 seen.add(module.prefix)
                 yield module.prefix
 

@@ -28,7 +28,8 @@ _MAX_HEADS = 2**20  # heads or channels: detection may try every divisor of the 
 # count -> its names in a config, by spaces; the first name that is present counts.
 NAMES = {
     "heads": "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
-    "decoder_attention_heads resampler_n_heads",
+    "decoder_attention_heads encoder_num_attention_heads decoder_num_attention_heads "
+    "resampler_n_heads",
     "kv_heads": "num_key_value_heads num_kv_heads n_head_kv multi_query_group_num",
     "head_dim": "head_dim d_kv kv_channels attention_head_size resampler_head_dim",
     "rotary_width": "rotary_dim",
@@ -233,9 +234,10 @@ def read_stated_counts(config: Config) -> Sizes:
     towers = [name for name in fields if name.endswith("_config")]
     inner = (fields.section(name) for name in towers if isinstance(fields[name], dict))
     others = [_read_counts(tower) for tower in inner if tower is not None]
-    for name in ("encoder_attention_heads", "decoder_attention_heads"):
-        if (heads := fields.count(name, most=_MAX_HEADS)) is not None:
-            others.append({"heads": heads})
+    for name in NAMES["heads"].split():
+        if name.startswith(("encoder", "decoder")):
+            heads = fields.count(name, most=_MAX_HEADS)
+            others += [] if heads is None else [{"heads": heads}]
     return {
         name: count
         for name, count in _read_counts(text_config(fields)).items()
@@ -405,7 +407,7 @@ def window_size(config: Config) -> int | None:
     """Return the window that a config states, whichever layers have it."""
     fields = text_config(config)
     names = ("sliding_window", "window_size", "local_attention")
-    return next(filter(None, map(fields.count, names)), None)
+    return next((fields.count(name) for name in names if fields.get(name)), None)  # 0 is none
 
 
 def find_window_field(config: Config) -> int | None:
@@ -584,7 +586,8 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
         stated["qk_norm"] = norm = spec.NormRule("layer") if fields["qk_layernorm"] else ABSENT
     if isinstance(norm, spec.NormRule):
         epsilons = (fields.number(name) for name in _EPS)
-        eps = next((number for number in epsilons if number is not None), 1e-6)
+        usual = 1e-5 if norm.kind == "layer" else 1e-6  # those of the classes
+        eps = next((number for number in epsilons if number is not None), usual)
         stated["qk_norm"] = replace(norm, eps=eps)
     if function.buckets and function.buckets.buckets is FROM_CONFIG:
         # MPNet's class counts 32 whatever its config says.

@@ -34,7 +34,8 @@ from headwise.checkpoints.skeleton import NotRunError, Skeleton
 from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.transformers import UntrustedCodeError, find_trusted_code
 from headwise.errors import HeadwiseError, MissingExtraError, OptionError
-from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec
+from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, NormRule
+from headwise.function.weights import NORMS, bias_of
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
@@ -46,9 +47,10 @@ from headwise.support.text import human_bytes, list_some
 
 # What classes decide for each layer in code, where their config alone does not say it.
 NO_ROTATION, NO_WINDOW = "no rotation", "no window"
-# Windows of w: w keys up to the query, w / 2 to both sides, or w to both sides.
+# Windows of w: w keys up to the query, or around it, w / 2 to both sides, or w to both sides.
 WINDOWS: dict[str, Callable[[int], tuple[int, int | None]]] = {
     "a window": lambda w: (w - 1, None),
+    "a window around each token": lambda w: ((w - 1) // 2, w // 2),
     "a two-sided window": lambda w: (w // 2, w // 2),
     "a window to each side": lambda w: (w, w),
 }
@@ -176,10 +178,16 @@ class StoredReading:
 
     def list_open_fields(self, config: Config) -> list[str]:
         """Return the parts of the function that neither the layout nor a config states."""
-        number = self.module.layer
-        function = layout_in_layer(self.stored, config, number).function
-        stated = vars(resolve(replace(function, window=ABSENT), config, layer=number))
+        function = replace(self.describe(config).function, window=ABSENT)
+        stated = vars(resolve(function, config, layer=self.module.layer))
         return [name for name in _MAY_LACK if stated[name] is FROM_CONFIG]
+
+    def describe(self, config: Config) -> Layout:
+        """Return the layout as this layer has it, without a rotation where the variant has none."""
+        described = layout_in_layer(self.stored, config, self.module.layer)
+        if NO_ROTATION in self.variant:
+            described = replace(described, function=replace(described.function, rotary=ABSENT))
+        return described
 
     def layer(
         self, state: Mapping[str, Tensor], *, of_class: Config | None = None, **options: Any
@@ -196,17 +204,21 @@ class StoredReading:
         headers, module = self.opened.source.headers, self.module
         shapes = {local: headers[name].shape for name, local in module.tensors.items()}
         sizes = self.stored.sizes(shapes, known)
-        described = layout_in_layer(self.stored, config, module.layer)
+        described = self.describe(config)
         given: dict[str, Any] = {}
-        if NO_ROTATION in self.variant:
-            described = replace(described, function=replace(described.function, rotary=ABSENT))
         if NO_WINDOW in self.variant:
             given["window"] = None
         size, sides = config_json.find_window_field(config), {*WINDOWS} & {*self.variant}
         if size and sides:
             given["window"] = WINDOWS[sides.pop()](size)
         if of_class is not None:  # a field that nothing states: the proof tells if it is absent
-            given |= dict.fromkeys(self.list_open_fields(config))
+            lacking = {*self.list_open_fields(config)}
+            parts = {n for local in shapes for n in self.stored.patterns[local].tensors}
+            if "qk_norm" in lacking and parts.intersection(NORMS):
+                norm = NormRule("layer" if parts.intersection(map(bias_of, NORMS)) else "rms")
+                described = replace(described, function=replace(described.function, qk_norm=norm))
+                lacking.remove("qk_norm")
+            given |= dict.fromkeys(lacking)
         if described.function.rotary and "rotary" not in {*options, *given}:
             _check_stated_rotation(module, self.opened.source, described, config)
         if getattr(described.function.score_bias, "before_scale", False):

@@ -7,7 +7,6 @@ in float64, on the stored weights; those that are constant, such as biases of 0,
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.checkpoints.inputs import LATE, LONG, list_inputs, list_runs
 from headwise.checkpoints.skeleton import (
     COSTLY,
     ClassCall,
@@ -38,15 +38,10 @@ from headwise.function.scaling import unscaled_frequencies
 from headwise.layers.attention import Attention
 from headwise.masks.mask import Mask
 
-BATCH, SHORT, LONG, SOURCE, LATE, PADDING = 2, 24, 64, 19, 7, 5
 # Settings that act far out, with the numbers that they have in a copy of the config.
 FAR = re.compile(r"window|chunk|local_attention|original_max_position|floor_scale")
-# A layer of hidden size 8,192 takes seconds for each hundred tokens.
-LONGEST_OF_LARGE, LEFT_OUT = 40, ("a short text", "padding on the right")
 # Numbers of a config that are no part of a function of one layer.
 NO_FUNCTION = re.compile(r"_ids?$|vocab|layers|init|dropout|cache|version|return|output")
-# Arguments by which a model gives a part of itself what is added to queries and keys.
-PLACES = re.compile(r"position_embeddings$|object_queries|reference_points")
 NEAR, NEAR_ORIGINAL = 6, 32
 Run = Callable[[Attention, Tensor], Tensor]
 
@@ -311,23 +306,23 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool, only: str = "") -> list
     suffix = ", with far settings near" if is_near else ""
     reasons: list[NotRunError] = []
     config = skeleton.config
-    for owner in skeleton.owners:
+    for run, is_mixed in list_runs(skeleton.owners):
         probes: list[Probe] = []
         failures: list[NotRunError] = []
-        for name, inputs, real in _list_inputs(owner, is_large=skeleton.is_large):
-            if only not in ("", f"{name}{suffix}"):
-                continue
-            if "inputs_embeds" in inputs and probes and not failures:
-                break  # it runs on token ids
-            try:
-                call = skeleton.call(owner, inputs)
-            except TwoSourcesError:
-                raise
-            except NotRunError as error:
-                failures += [] if "encoder_hidden_states" in inputs else [error]
-                continue
-            probe = Probe(f"{name}{suffix}", config, call, real, is_near)
-            probes.append(probe)
+        for group in list_inputs(run, is_large=skeleton.is_large, is_mixed=is_mixed):
+            for name, inputs, real in () if probes and not failures else group:
+                if only not in ("", f"{name}{suffix}"):
+                    continue
+                try:
+                    call = skeleton.call(run, inputs)
+                except TwoSourcesError:
+                    raise
+                except NotRunError as error:
+                    failures += [] if "encoder_hidden_states" in inputs else [error]
+                    continue
+                if "position_ids" in inputs and call.source is None:
+                    call, real = _shift_call(call)
+                probes.append(Probe(f"{name}{suffix}", config, call, real, is_near))
         if probes:
             return probes
         reasons += failures
@@ -335,86 +330,16 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool, only: str = "") -> list
     raise reasons[0] if reasons else NotRunError(f"{kind} takes no known input")
 
 
-Inputs = tuple[str, dict[str, Any], Tensor | None]
+def _shift_call(call: ClassCall) -> tuple[ClassCall, Tensor]:
+    """Return a call from position LATE on as one from 0 on, with padding in front, and its tokens.
 
-
-def _list_inputs(owner: Any, *, is_large: bool) -> Iterator[Inputs]:
-    parameters = inspect.signature(owner.forward).parameters
-    takes, config = list(parameters), owner.config.to_dict()
-    if any(PLACES.search(name) for name in takes):
-        return
-    is_picture = "pixel_values" in takes and parameters["pixel_values"].default is inspect._empty
-    forms = [] if is_picture else [name for name in ("input_ids", "inputs_embeds") if name in takes]
-    for form in forms:
-        texts = _list_texts(config, takes, form, longest=LONGEST_OF_LARGE if is_large else LONG)
-        yield from (each for each in texts if not is_large or each[0] not in LEFT_OUT)
-    if forms:
-        return
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
-
-    if "pixel_values" in takes:
-        size = config.get("image_size") or 64
-        high, wide = size if isinstance(size, list | tuple) else (size, size)
-        yield "an image", {"pixel_values": draw(config.get("num_channels") or 3, high, wide)}, None
-    for name in ("input_values", "input_features"):
-        if name in takes:
-            bins = config.get("num_mel_bins") or 80
-            frames = 2 * (config.get("max_source_positions") or 200)
-            yield "a wave", {name: draw(4000)}, None
-            yield "a spectrum", {name: draw(bins, frames)}, None
-            yield "frames", {name: draw(frames, bins)}, None
-
-
-def _list_texts(
-    config: Mapping[str, Any], takes: list[str], form: str, *, longest: int
-) -> Iterator[Inputs]:
-    most = config.get("max_position_embeddings") or config.get("n_positions") or longest
-    long = min(longest, most - LATE if most > 2 * LATE else most)
-    short = min(SHORT, long)
-    ids = _draw_ids(config, long)
-
-    def give(x: Tensor, real: Tensor | None = None) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
-        for side in ("", "decoder_"):
-            if f"{side}input_ids" in takes and form == "input_ids":
-                inputs[f"{side}input_ids"] = x
-            if real is not None and f"{side}attention_mask" in takes:
-                inputs[f"{side}attention_mask"] = real.long()
-        if form == "inputs_embeds":
-            options: Any = {"generator": _generator(), "dtype": torch.float64}
-            width = config.get("hidden_size") or config.get("d_model") or 1
-            inputs[form] = torch.randn(*x.shape, width, **options)
-        return inputs
-
-    yield "a short text", give(ids[:, :short]), None
-    yield "a long text", give(ids), None
-    if "attention_mask" in takes:
-        for side in ("left", "right"):
-            real = torch.ones_like(ids, dtype=torch.bool)
-            hidden = slice(0, PADDING) if side == "left" else slice(long - PADDING, long)
-            real[0, hidden] = False
-            yield f"padding on the {side}", give(ids, real), real
-    if "encoder_hidden_states" in takes:
-        width = config.get("encoder_hidden_size") or config.get("hidden_size") or 1
-        states = torch.randn(BATCH, SOURCE, width, dtype=torch.float64, generator=_generator())
-        yield "a source", give(ids[:, :short]) | {"encoder_hidden_states": states}, None
-    if "position_ids" in takes and "decoder_input_ids" not in takes:
-        late = torch.arange(LATE, LATE + short).expand(BATCH, -1)
-        yield "late positions", give(ids[:, :short]) | {"position_ids": late}, None
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-def _draw_ids(config: Mapping[str, Any], length: int) -> Tensor:
-    special = {str(n) for name, n in config.items() if name.endswith("token_id")}
-    rows = config.get("vocab_size") or 100
-    usual = torch.tensor([n for n in range(min(rows, 1000)) if str(n) not in special])
-    return usual[torch.randint(len(usual), (BATCH, length), generator=_generator())]
+    Norms behind a rotation make scores depend on the positions, and not only on distances.
+    """
+    stages = {name: x for name, x in call.stages.items() if name in ("head outputs", "output")}
+    x, *late = (nn.functional.pad(x, (0, 0, LATE, 0)) for x in (call.x, *stages.values()))
+    real = torch.ones(x.shape[:2], dtype=torch.bool)
+    real[:, :LATE] = False
+    return replace(call, x=x, stages=dict(zip(stages, late, strict=True))), real
 
 
 # ---- tensors ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ class to the last bit, in float32.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,18 +73,22 @@ class Skeleton:
         model: the model, in eval mode.
         owners: the models around the attention, the largest first.
         projections: role -> module that projects queries, keys, values or outputs.
-        attention: the smallest module that holds all of them.
+        attention: the smallest module that holds all of them; ``path`` is its name.
     """
 
     model: nn.Module
     owners: Sequence[Any]
     projections: Mapping[str, nn.Module]
     attention: nn.Module
+    path: str
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config of the smallest model, with the defaults of its class."""
-        return dict(self.owners[-1].config.to_dict())
+        """The config of the smallest model, or of its part in the path, with all defaults."""
+        config = dict(self.owners[-1].config.to_dict())
+        words = {n: n.removesuffix("_config") for n, x in config.items() if isinstance(x, Mapping)}
+        inner = (n for n, word in words.items() if word != n and word in self.path)
+        return dict(config.get(next(inner, ""), config))
 
     @property
     def is_large(self) -> bool:
@@ -91,8 +96,8 @@ class Skeleton:
         return sum(p.numel() for p in self.attention.parameters()) > COSTLY
 
     @torch.no_grad()
-    def call(self, owner: Any, inputs: Mapping[str, Any]) -> ClassCall:
-        """Run one of the owners up to the output of the attention.
+    def call(self, run: Callable[..., Any], inputs: Mapping[str, Any]) -> ClassCall:
+        """Run one of the owners, or a method of it, up to the output of the attention.
 
         Raises:
             NotRunError: the class cannot run on these inputs, or does not reach the attention.
@@ -107,13 +112,24 @@ class Skeleton:
 
             return keep_call
 
-        hooks = [m.register_forward_hook(keep(role)) for role, m in self.projections.items()]
-        kind = type(owner).__name__
+        def keep_whole(module: nn.Module, given: tuple[Any, ...], named: Any, output: Any) -> None:
+            inputs = inspect.signature(module.forward).bind(*given, **named).arguments
+            kept = *(inputs[name] for name in ("query", "key", "value")), output[0]
+            q, k, v, o = (x if module.batch_first else x.transpose(0, 1) for x in kept)
+            reached.update(q=(q, None), k=(k, None), v=(v, None), o=(None, o))
+            raise _ReachedError
+
+        if isinstance(self.attention, nn.MultiheadAttention):  # its projections are no calls
+            hooks = [self.attention.register_forward_hook(keep_whole, with_kwargs=True)]
+        else:
+            hooks = [m.register_forward_hook(keep(role)) for role, m in self.projections.items()]
+        kind = type(getattr(run, "__self__", run)).__name__
+        given = [x for x in inputs.values() if isinstance(x, Tensor)]
         try:
             with in_float64() as narrow:
-                owner(**inputs)
+                run(**inputs)
         except _ReachedError:
-            return self._read_call(reached, is_narrow=narrow.is_seen)
+            return self._read_call(reached, given, is_narrow=narrow.is_seen)
         except list_run_errors() as error:
             raise NotRunError(f"{kind} {_first_line(error)}") from error
         finally:
@@ -121,21 +137,34 @@ class Skeleton:
                 hook.remove()
         raise NotRunError(f"{kind} did not call the output projection of its attention")
 
-    def _read_call(self, reached: Mapping[str, tuple[Any, Any]], *, is_narrow: bool) -> ClassCall:
-        tensors = [x for pair in reached.values() for x in pair]
+    def _read_call(
+        self, reached: Mapping[str, tuple[Any, Any]], given: Sequence[Tensor], *, is_narrow: bool
+    ) -> ClassCall:
+        # A layer of torch has no results of its projections.
+        whole = isinstance(self.attention, nn.MultiheadAttention)
+        tensors = [x for pair in reached.values() for x in pair if not (whole and x is None)]
         is_whole = reached.keys() == self.projections.keys()
-        if not is_whole or not all(isinstance(x, Tensor) and x.dim() == 3 for x in tensors):
+        if not is_whole or not all(isinstance(x, Tensor) and x.dim() in (2, 3, 4) for x in tensors):
             kind = type(self.attention).__name__
             raise NotRunError(f"{kind} does not project (batch, tokens, width) by its modules")
-        x, source = reached["q"][0], reached["k"][0]
-        if reached["v"][0].shape != source.shape or not torch.equal(reached["v"][0], source):
+        rows = {
+            role: tuple(None if x is None else _tokens_in_rows(x, given) for x in pair)
+            for role, pair in reached.items()
+        }
+        x, source, values = (rows[role][0] for role in "qkv")
+        assert isinstance(x, Tensor)
+        assert isinstance(source, Tensor)
+        assert isinstance(values, Tensor)
+        if values.shape != source.shape or not torch.equal(values, source):
             kind = type(self.attention).__name__
             raise TwoSourcesError(f"{kind} projects keys and values from two inputs")
-        stages = {role: reached[role][1] for role in "qkv" if self._is_alone(role)}
-        stages |= {"head outputs": reached["o"][0], "output": reached["o"][1]}
+        every = {role: rows[role][1] for role in "qkv" if self._is_alone(role)}
+        every |= {"head outputs": rows["o"][0], "output": rows["o"][1]}
+        stages = {name: stage for name, stage in every.items() if stage is not None}
         is_same = source.shape == x.shape and torch.equal(source, x)
-        source = None if is_same else source
-        return ClassCall(x=x, source=source, stages=stages, is_narrow=is_narrow)
+        return ClassCall(
+            x=x, source=None if is_same else source, stages=stages, is_narrow=is_narrow
+        )
 
     def kind_of(self, stored: Iterable[str]) -> tuple[object, ...] | None:
         """Return what an attention of the model is, by its stored names: equal for one kind.
@@ -173,6 +202,18 @@ class Skeleton:
     def _is_alone(self, role: str) -> bool:
         module = self.projections[role]
         return [*self.projections.values()].count(module) == 1
+
+
+def _tokens_in_rows(x: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """Return (batch, tokens, width) from tokens alone, a map of tokens, or the batch second.
+
+    The batch is second where the first two axes of an input of the model stand the other way.
+    """
+    if x.dim() == 2:
+        return x[None]
+    x = x.flatten(1, -2)
+    is_turned = any(x.shape[:2] == each.shape[1::-1] != each.shape[:2] for each in given)
+    return x.transpose(0, 1) if is_turned else x
 
 
 def list_run_errors() -> tuple[type[Exception], ...]:
@@ -221,7 +262,7 @@ def build_skeleton(
     _fill(model, modules.values())
     _skip_blocks_before(model, common)
     attention = model.get_submodule(common)
-    return Skeleton(model.eval(), owners, modules, attention)
+    return Skeleton(model.eval(), owners, modules, attention, common)
 
 
 def _in_double(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,6 +387,10 @@ def _fill(model: nn.Module, projections: Iterable[nn.Module]) -> None:
             if parameter is not None and parameter.is_meta:
                 values = make_small(parameter.shape, generator)
                 module._parameters[name] = nn.Parameter(values, requires_grad=False)
+        for buffer in module.buffers(recurse=False):
+            # A book of codes is zeros until a file fills it.
+            if buffer.dim() > 1 and buffer.is_floating_point() and not buffer.any():
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
 def make_small(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headwise.errors import DTypeError, OptionError
@@ -16,7 +17,7 @@ from headwise.function.distance import slopes_of
 from headwise.function.gate import kind_of_width
 from headwise.function.rotary import Rotary
 from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, Softcap
-from headwise.function.weights import State
+from headwise.function.weights import NORMS, State, bias_of
 from headwise.layers.base import AttentionBase
 from headwise.layers.distance import Alibi, AlibiSlopes, T5Bias, T5BucketTable
 from headwise.layers.norm import QKNorm
@@ -122,6 +123,9 @@ def layer_state_dict_from_canonical(canonical: State, layer: AttentionBase) -> d
     if layer.rotary is not None and layer.rotary.pairing != "half-split":
         width = layer.rotary.rotated_width(layer.head_dim)
         canonical = pattern.to_interleaved(canonical, width=width)
+    if layer.qk_norm is not None and layer.qk_norm.kind == "layer":  # ESM C's have no bias
+        norms = {bias_of(n): torch.zeros_like(x) for n, x in canonical.items() if n in NORMS}
+        canonical = norms | canonical
     return layout_of_layer(layer).pack(canonical)
 
 

@@ -105,8 +105,10 @@ _NEOX = (
     _neox_like(
         name="neox",
         tensors=catalogue.qkv_fused_by_head("query_key_value") | output_projection("dense"),
+        beside=(*_MASKS, *_ANGLES, "dense_bias"),
         model="gpt_neox",
-        note="Pythia. The first quarter of a head is rotated, or what rotary_pct says",
+        note="Pythia. The first quarter of a head is rotated, or what rotary_pct says. The "
+        "block adds GPT-NeoX Japanese's dense_bias",
     ),
     _neox_like(
         name="neox-split",
@@ -227,6 +229,21 @@ _GROUPED = (
         source="allenai/OLMo, olmo/model.py",
         unchecked="its package is no dependency",
         note="clip_qkv, where the config has it, clamps queries, keys and values",
+    ),
+    describe_layout(
+        name="molmo2",
+        tensors=qkv_fused_by_projection("att_proj", "attn_out", kv_heads="kv_heads")
+        | catalogue.head_norms("q_norm", "k_norm"),
+        where={"self": "model.transformer.blocks.{layer}.self_attn."},
+        function=AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule()),
+    ),
+    describe_layout(
+        name="gradium",
+        tensors=qkv_fused_by_projection("in_proj", "o_proj", kv_heads="kv_heads", bias=False),
+        where={"self": "model.layers.{layer}.self_attn."},
+        function=_HALVES,
+        rows="interleaved",
+        model="gradium_phonon_tts",
     ),
 )
 

@@ -22,6 +22,10 @@ _ROWS_OF_NORMS = {
     "q_norm.weight": "q_norms: heads head_dim",
     "k_norm.weight": "k_norms: kv_heads head_dim",
 }
+_WIDE_NORMS = {
+    "q_norm.weight": "q_norms: (heads head_dim)",
+    "k_norm.weight": "k_norms: (kv_heads head_dim)",
+}
 _ROWS_OF_BIASES = {
     "q_norm.bias": "q_norms_bias: heads head_dim",
     "k_norm.bias": "k_norms_bias: kv_heads head_dim",
@@ -116,8 +120,8 @@ _LLAMAS = (
     ),
     _llama_like_layout(
         "nemotron",
-        AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
-        "Llama's attention; half of a head is rotated",
+        AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), window=FROM_CONFIG),
+        "Llama's attention; half of a head is rotated. Recurrent Gemma has a window",
     ),
     _llama_like_layout(
         "granite",
@@ -131,6 +135,39 @@ _LLAMAS = (
         "its own",
         tensors=_LLAMA | {"sinks": "sink: heads"},
         beside=(),
+    ),
+    _llama_like_layout(
+        "openai-privacy-filter",
+        _ROTATED,
+        "the names of gpt-oss, another rotation; all layers have a window to both sides",
+        tensors=_LLAMA | {"sinks": "sink: heads"},
+        rows="interleaved",
+        beside=(),
+    ),
+    _llama_like_layout(
+        "dia",
+        AttentionSpec(scale=1.0, rotary=RotaryRule()),
+        "Llama's attention; its scores are not scaled",
+        where={
+            "self": "layers.{layer}.self_attention.",
+            "cross": "layers.{layer}.cross_attention.",
+        },
+    ),
+    describe_layout(
+        name="moshi",
+        tensors=projections(
+            "q_proj.linear k_proj.linear v_proj.linear o_proj.linear",
+            kv_heads="kv_heads",
+            biases="",
+        ),
+        where=_WHERE,
+        function=_ROTATED,
+        note="Llama's attention. Kyutai's speech to text too",
+    ),
+    describe_layout(
+        name="ctrl",
+        tensors=projections("Wq Wk Wv dense"),
+        where={"self": "h.{layer}.multi_head_attention."},
     ),
     _llama_like_layout(
         "gemma2",
@@ -184,11 +221,19 @@ _NORMED = (
         "olmo2",
         AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule(over="width"), window=FROM_CONFIG),
         "OLMo 3 and OLMoE too",
-        tensors=_LLAMA
-        | {
-            "q_norm.weight": "q_norms: (heads head_dim)",
-            "k_norm.weight": "k_norms: (kv_heads head_dim)",
-        },
+        tensors=_LLAMA | _WIDE_NORMS,
+    ),
+    _plain(
+        "flint",
+        AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule(), window=FROM_CONFIG),
+        "Qwen 3's attention with sinks; layers without a window do not rotate",
+        tensors=_HEAD_NORMS | {"softmax_offset": "sink: heads"},
+    ),
+    _plain(
+        "esmc",
+        AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule("layer", over="width")),
+        "the norms have no bias",
+        tensors=_LLAMA | _WIDE_NORMS,
     ),
     _plain(
         "hunyuan",

@@ -8,6 +8,7 @@ from headwise.layouts.catalogue import both_sides, describe_layout, projections
 _T5 = projections("q k v o", source="source_dim", biases="") | {
     "relative_attention_bias.weight": "distances: buckets heads"
 }
+_PIX2STRUCT = projections("query key value output", source="source_dim", biases="")
 _T5_WHERE = both_sides("{side}.block.{layer}.layer.", "0.SelfAttention.", "1.EncDecAttention.")
 _T5_FUNCTION = AttentionSpec(scale=1.0, score_bias=BucketRule())
 _BART_WHERE = both_sides("{side}.layers.{layer}.", "self_attn.", "encoder_attn.")
@@ -31,6 +32,23 @@ LAYOUTS = (
     _t5(
         name="umt5",
         note="T5's names; every layer of self attention has a table of distances of its own",
+    ),
+    _t5(
+        name="pix2struct",
+        tensors=_PIX2STRUCT | {"relative_attention_bias.weight": "distances: buckets heads"},
+        where={"decoder": "layer.{layer}.self_attention.attention."},
+        note="T5's attention; the table of distances of the first layer serves the others too",
+    ),
+    describe_layout(
+        name="pix2struct-cross",
+        tensors=_PIX2STRUCT,
+        where={
+            "cross": "layer.{layer}.encoder_decoder_attention.attention.",
+            "encoder": "encoder.layer.{layer}.attention.",
+        },
+        function=AttentionSpec(scale=1.0),
+        model="pix2struct",
+        note="cross attention, and the attention of the image part: no distances",
     ),
     _model(
         name="bart",

@@ -31,9 +31,29 @@ LAYOUTS = (
         tensors=_SEPARATE,
         where=_WHERE | {"cross": "encoder.layer.{layer}.crossattention."},
         outside=_BERT,
-        beside=(*_NORM, "ln.*"),
+        beside=(*_NORM, "ln.*", "self_attn_layer_norm.*"),
         note="RoBERTa, ELECTRA, MiniLM and most that came of BERT. The norm of each block follows "
         "it, as in nn.TransformerEncoder with norm_first=False",
+    ),
+    _encoder(
+        name="albert",
+        tensors=projections("query key value dense"),
+        where={"self": "encoder.albert_layer_groups.{stage}.albert_layers.{layer}.attention."},
+        beside=("LayerNorm.*",),
+        note="one layer may serve as several. The norm follows the residual",
+    ),
+    _encoder(
+        name="qformer",
+        tensors=projections(
+            "attention.query attention.key attention.value output.dense", source="source_dim"
+        ),
+        where={
+            "self": "encoder.layer.{layer}.attention.",
+            "cross": "encoder.layer.{layer}.crossattention.",
+        },
+        beside=_NORM,
+        model="blip_2",
+        note="InstructBLIP as well. Only some layers cross",
     ),
     _encoder(
         name="distilbert",
@@ -116,6 +136,12 @@ LAYOUTS = (
         beside=("rotary_emb.*",),
         function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
         note="most layers see a window to both sides; theta differs between them and the others",
+    ),
+    describe_layout(
+        name="modernbert-decoder",
+        tensors=projections("q_proj k_proj v_proj Wo"),
+        where={"self": "layers.{layer}.attn."},
+        function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
     ),
     describe_layout(
         name="xlnet",

@@ -87,6 +87,40 @@ LAYOUTS = (
         beside=("rel_pos_h", "rel_pos_w"),
         function=AttentionSpec(score_bias=FROM_CONFIG),
     ),
+    *(
+        describe_layout(
+            name=name,
+            tensors=projections(names),
+            where={"self": where},
+            model=model,
+            note=note,
+        )
+        for name, names, where, model, note in (
+            (
+                "janus",
+                "q_proj k_proj v_proj projection_layer",
+                "encoder.layers.{layer}.self_attn.",
+                "janus",
+                "the image part; those of InternVL and Qianfan OCR as well",
+            ),
+            (
+                "xclip",
+                "q_proj k_proj v_proj proj",
+                "prompts_generator.decoder.{layer}.cross_attn.",
+                "x_clip",
+                "the prompts of X-CLIP; the image parts of Kimi K2.5 have the names",
+            ),
+        )
+    ),
+    describe_layout(
+        name="timesformer",
+        tensors=qkv_fused_by_projection("attention.qkv")
+        | catalogue.output_projection("output.dense"),
+        where={
+            "self": "encoder.layer.{layer}.attention.",
+            "encoder": "encoder.layer.{layer}.temporal_attention.",
+        },
+    ),
     _timm(
         name="beit",
         tensors=_BEIT,
