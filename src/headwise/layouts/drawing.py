@@ -25,12 +25,16 @@ EXAMPLE: Sizes = {
     "heads": 4,
     "kv_heads": 2,
     "head_dim": 4,
+    "key_dim": 4,
     "value_dim": 4,
     "embed_dim": 12,
+    "query_dim": 12,
     "source_dim": 12,
     "out_dim": 12,
     "buckets": 5,
     "gate_width": 4,
+    "shared_width": 2,
+    "rank": 6,
 }
 WIDTH = 76  # of the text
 MOST_LINES = 12  # for one axis
@@ -42,7 +46,8 @@ _WORDS = {
     "output_gate": "output gate",
     "mask": "its own mask",
 }
-_PER_HEAD, _WITHIN = {"heads", "kv_heads"}, {"head_dim", "value_dim", "gate_width"}
+_PER_HEAD = {"heads", "kv_heads"}
+_WITHIN = {"head_dim", "key_dim", "value_dim", "gate_width", "shared_width"}
 _MOST = 1 << 20  # heads of a tensor, and channels of a head
 
 Owners = tuple[tuple[str, tuple[int, ...]], ...]

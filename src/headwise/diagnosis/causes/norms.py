@@ -14,7 +14,6 @@ from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Varian
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.errors import OptionError
 from headwise.function.norm import normalise_heads
-from headwise.function.records import STAGES
 from headwise.function.spec import NormRule
 from headwise.function.stages import repeat_kv_heads
 
@@ -263,7 +262,7 @@ def _project_normed_input(norm: Norm, of: str, forced: ForcedStage) -> Tensor:
     source = inputs.source
     if source is not None and of != "x":
         source = norm(source.double())
-    return STAGES[forced.stage].compute(forced.with_inputs(x=x, source=source).given)
+    return forced.model.stages[forced.stage].compute(forced.with_inputs(x=x, source=source).given)
 
 
 def _add_residual(factor: float, forced: ForcedStage) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.function.records import STAGES, Given
+from headwise.function.records import STAGES, Given, Stage, stages_of
 from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec
 from headwise.function.stages import visible_by_distance
 from headwise.function.weights import KINDS, State, bias_of, sizes_of
@@ -251,6 +251,21 @@ class AttentionModel:
         return self.weights.get(name), self.weights.get(bias_of(name))
 
     @property
+    def stages(self) -> Mapping[str, Stage]:
+        """The stages of the function by name, in order."""
+        return stages_of(self.settings)
+
+    def heads_and_width(self, stage: str) -> tuple[int, int]:
+        """Return the number of heads of a stage before the output, and its channels."""
+        role = self.stages[stage].role
+        if self.settings.compressed is None or role in "ovg":
+            heads, width = self.weights[KINDS[0][role]].shape[:2]
+            return heads, width
+        if role in "cr":
+            return 1, len(self.weights[f"w{role}"])
+        return len(self.weights[f"w{role}"]), self.sizes["head_dim"]
+
+    @property
     def scales_values(self) -> bool:
         """True if factors stand between the projection of values and that of the output."""
         names = {*STAGES["v"].tensors[2:], *STAGES["head outputs"].tensors}
@@ -310,7 +325,7 @@ class AttentionModel:
 
     def predict_all_stages(self, call: RecordedCall) -> dict[str, Tensor]:
         """Return every stage of the call, computed from its inputs alone."""
-        for stage in STAGES:
+        for stage in self.stages:
             call = call.with_stages({**call.stages, stage: self.predict_stage(stage, call)})
         return dict(call.stages)
 
@@ -321,7 +336,7 @@ class AttentionModel:
         """
         narrow = replace(self, weights={name: x.to(dtype) for name, x in self.weights.items()})
         call = replace(call, stages={})
-        for each in STAGES:
+        for each in self.stages:
             is_exact = each in self.replaced
             model, kind = (self, torch.float64) if is_exact else (narrow, dtype)
             result = model.predict_stage(each, call.cast(kind)).to(dtype)
@@ -352,8 +367,8 @@ class ForcedStage:
     @property
     def given(self) -> Given:
         """All that the formula of the stage reads."""
-        record, call, model = STAGES[self.stage], self.call, self.model
-        is_of_keys = record.role in "kv"
+        record, call, model = self.model.stages[self.stage], self.call, self.model
+        is_of_keys = record.role in "kvcr"
         parts = [*map(self.__getitem__, record.before)]
         if record.cached and call.earlier:
             parts[record.before.index(record.cached)] = self.of_all_calls(record.cached)
@@ -388,7 +403,7 @@ class ForcedStage:
         """Return the stage by the usual function."""
         if self.substitute is not None:
             return self.substitute(replace(self, substitute=None))
-        return STAGES[self.stage].compute(self.given)
+        return self.model.stages[self.stage].compute(self.given)
 
     def __getitem__(self, stage: str) -> Tensor:
         """Return an earlier stage: as recorded, or else computed by the model."""
