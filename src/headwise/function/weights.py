@@ -88,6 +88,8 @@ KINDS: tuple[dict[str, str], ...] = (
     {"c": "c_norm"},
     {"a": "a_norm"},
 )
+# The role of a projection -> what meets its input first: the latent's, where there is one.
+FIRST = {"q": ("wa", "wq"), "k": ("wc", "wk"), "v": ("wc", "wv"), "o": ("wo",)}
 BIASES = ("bq", "bk", "bv", "bo", "bg", "ba", "bc", "br")
 NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
 # Optional tensors of every layout. One layer may hold the distances of all.

@@ -12,7 +12,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
-from headwise.function.records import STAGE_OF, STAGES
+from headwise.function.records import STAGE_OF, STAGES, stages_of
+from headwise.function.spec import AttentionSpec
 from headwise.function.weights import NORMS
 
 PAGES = Path(__file__).parents[1] / "diagnosis" / "causes" / "pages"
@@ -88,7 +89,7 @@ SCORES, WEIGHTS = ("scores",), ("weights",)
 # The stages in which heads meet keys and values, of all calls with a cache.
 MIXED = tuple(name for name, stage in STAGES.items() if stage.cached)
 WITH_HEADS = ("q", "k", "v", *MIXED, "output")
-EVERY = tuple(STAGES)
+EVERY = tuple(stages_of(AttentionSpec()))  # of those that every function has
 BY_NUMBER = "load each layer by its number"
 OWN_TENSOR = "load {weights} from its own tensor: {text}"
 NOT_LOADED = "load {weights}: not loaded, but initialised"

@@ -175,8 +175,7 @@ class AttentionBase(nn.Module):
             self._take_latent(latent, k_bias=bool(k_bias), v_bias=bool(v_bias))
         check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        keeps_bias = latent is None  # by default
-        biases = [keeps_bias if each is None else each for each in (k_bias, v_bias)]
+        biases = [latent is None if each is None else each for each in (k_bias, v_bias)]
         self._make_projections((q_bias, *biases, out_bias), latent_bias=latent_bias, **options)
         self._make_optional_parts(score_bias, sink=sink, gate_bias=gate_bias, **options)
         self.identity = uuid4().hex

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.errors import DTypeError, OptionError
+from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.function import spec as rules
 from headwise.function.distance import slopes_of
 from headwise.function.gate import kind_of_width
@@ -129,6 +129,14 @@ def _latent_of_weights(canonical: State, stated: Latent | None) -> Latent:
     a, c, r = (canonical.get(name) for name in ("wa", "wc", "wr"))
     assert c is not None
     assert r is not None
+    key_dim, head_dim, shared = canonical["wk"].shape[1], canonical["wq"].shape[1], r.shape[0]
+    if key_dim + shared != head_dim:
+        raise ShapeError(
+            saw=f"keys of {key_dim} channels from the latent and {shared} that heads share, and "
+            f"queries of {head_dim}",
+            needed=f"queries of {key_dim + shared} channels, the sum of both",
+            do="give the heads that the model has, or the layout that its weights are in",
+        )
     rank = None if a is None else a.shape[0]
     sizes: dict[str, Any] = {"rank": c.shape[0], "shared_width": r.shape[0], "query_rank": rank}
     return replace(stated or Latent(), **sizes, normed="c_norm" in canonical)

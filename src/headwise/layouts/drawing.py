@@ -107,6 +107,8 @@ def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
     base = dict(EXAMPLE)
     if "heads" in layout.splits:  # two in each of its parts
         base["heads"] = 2 * prod(layout.fixed.values())
+    if "wr" in layout.rotated:  # a key of a head begins with the shared one
+        base["key_dim"] = base["head_dim"] - base["shared_width"]
     # A width that is not given follows from those that are.
     requested = dict(given)
     if "embed_dim" not in given and {"heads", "head_dim"} & given.keys():
@@ -209,7 +211,8 @@ def _canonical_sizes(layout: Layout, sizes: Mapping[str, int], rotated: Mapping[
         tensor: tuple(sizes[axis] for axis in AXES[tensor])
         for tensor in layout.canonical_tensor_names
     }
-    width = {"rotary_width": rotated.get("rotary_width", rotated["head_dim"])}
+    whole = rotated["shared_width" if "wr" in layout.rotated else "head_dim"]
+    width = {"rotary_width": rotated.get("rotary_width", whole)}
     return layout.canonical_sizes(shapes, width)
 
 
