@@ -82,11 +82,12 @@ KINDS: tuple[dict[str, str], ...] = (
     {"q": "q_norm", "k": "k_norm"},
     {"k": "extra_k", "v": "extra_v"},
     {"q": "sink"},
+    {"q": "wa"},
+    {"k": "wc"},
+    {"k": "wr"},
+    {"q": "a_norm"},
+    {"k": "c_norm"},
     {"o": "bo"},
-    {"c": "wc", "r": "wr"},
-    {"a": "wa"},
-    {"c": "c_norm"},
-    {"a": "a_norm"},
 )
 # The role of a projection -> what meets its input first: the latent's, where there is one.
 FIRST = {"q": ("wa", "wq"), "k": ("wc", "wk"), "v": ("wc", "wv"), "o": ("wo",)}
@@ -104,6 +105,15 @@ ROTATED_WITH_LATENT = (*QUERIES, "wr", "br")  # where all heads share a rotated 
 def bias_of(name: str) -> str:
     """Return the name of the bias of a canonical tensor: bq of wq, q_norm_bias of q_norm."""
     return f"b{name[1:]}" if name.startswith("w") else f"{name}_bias"
+
+
+def kinds_of(state: State) -> tuple[dict[str, str], ...]:
+    """Return the kinds of tensors in a state; keys of a latent are no rows as those of queries."""
+    if "wc" not in state:
+        return KINDS
+    of_latent = {role: name for role, name in KINDS[0].items() if role in "kv"}
+    of_queries = {role: name for role, name in KINDS[0].items() if role not in "kv"}
+    return (of_queries, of_latent, *KINDS[1:])
 
 
 def sizes_of(state: State) -> dict[str, int]:

@@ -167,7 +167,7 @@ def _fit_gain(evidence: Evidence, norm: Norm, *, has_bias: bool) -> tuple[Tensor
     """
     products = list(_products_of_tokens(evidence))
     width = evidence.model.sizes["source_dim"]
-    if not products or width > WIDEST:
+    if not products or width > WIDEST or evidence.model.settings.compressed:
         return None
     size = (1 + has_bias) * width
     square, right = torch.zeros(size, size, dtype=torch.float64), torch.zeros(size).double()

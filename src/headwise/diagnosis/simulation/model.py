@@ -251,6 +251,12 @@ class AttentionModel:
         return self.weights.get(name), self.weights.get(bias_of(name))
 
     @property
+    def token_widths(self) -> tuple[int, int]:
+        """Widths of the tokens of queries, and of those of keys and values."""
+        width = self.sizes["embed_dim"]
+        return width, width if self.settings.compressed else self.sizes["source_dim"]
+
+    @property
     def stages(self) -> Mapping[str, Stage]:
         """The stages of the function by name, in order."""
         return stages_of(self.settings)

@@ -266,6 +266,11 @@ def _draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
             yield name, {role: split_pairs(rows, done) for role, rows in moved.items()}
     yield from _draft_wrong_head_counts(sizes)
     yield from _draft_permuted_values(sizes)
+    if sizes.rotary_width and "k" not in sizes.roles:  # of which one key is shared
+        for width, text in ((1, "behind"), (-1, "before")):
+            moved = {"q": indices["q"].roll(width * sizes.rotary_width, 1)}
+            words = f"the {sizes.rotary_width} channels that turn are {text} the others"
+            yield MapName(catalogue.ROTATED_CHANNELS_PLACE, words, (), MISSING), moved
 
 
 def _draft_permuted_values(sizes: RowSizes) -> Iterator[Draft]:
