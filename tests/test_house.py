@@ -32,14 +32,14 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 5_610,
+    "checkpoints": 5_700,
     "cli": 1_950,
-    "diagnosis": 13_100,
-    "function": 3_010,
+    "diagnosis": 13_270,
+    "function": 3_350,
     "huggingface": 900,
-    "identify": 5_260,
-    "layers": 4_050,
-    "layouts": 4_950,
+    "identify": 5_400,
+    "layers": 4_450,
+    "layouts": 5_200,
     "masks": 2_400,
     "matrix": 2_400,
     "models": 700,

@@ -31,8 +31,8 @@ def of_each(*parts: str) -> dict[str, Tensor]:
         (LLAMA | of_each("weight_scale_inv"), "scales beside them", "that was quantised"),
         (of_each("lora_A.weight", "lora_B.weight"), "adapters of peft", "merge_and_unload"),
         (
-            {f"{AT}{n}.weight": torch.zeros(3, 5) for n in ("kv_a_proj_with_mqa", "kv_b_proj")},
-            "is latent",
+            {f"{AT}{n}.weight": torch.zeros(3, 5) for n in ("kv_b_proj", "indexer.wk")},
+            "chooses keys",
             "headwise scan",
         ),
         (
@@ -47,7 +47,7 @@ def of_each(*parts: str) -> dict[str, Tensor]:
         ),
     ],
     ids=[
-        "gptq", "awq", "nf4", "int8", "mlx", "float8", "adapters", "latent", "relative", "one more",
+        "gptq", "awq", "nf4", "int8", "mlx", "float8", "adapters", "chosen", "relative", "one more",
     ],
 )  # fmt: skip
 def test_the_reason_is_named(state: dict[str, Tensor], reason: str, do: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, Rotary
+from headwise.function import Latent
 from headwise.function.scaling import LinearScaling
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
@@ -53,11 +54,14 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
     }
     options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads}
     options |= {name: given[name] for name in ("scale", "softcap")}
-    if not decodes and chance.maybe(0.25):
+    has_latent = chance.maybe(0.25)
+    if has_latent:
+        _draw_latent(chance, given, options)
+    if not has_latent and not decodes and chance.maybe(0.25):
         given["source_dim"] = 15
     else:
         _places(chance, given, options, decodes=decodes)
-    if chance.maybe(0.3):
+    if not has_latent and chance.maybe(0.3):
         place = chance.choose(("before", "before", "after"))
         norm = {
             "kind": chance.choose(("rms", "rms", "layer")),
@@ -78,6 +82,22 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
     return Drawn(layer, options, f"Attention({embed_dim}, {heads}, {said}) {dtype}")
 
 
+def _draw_latent(chance: Chance, given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Keys and values from a latent; with a small rank each form is cheaper in some calls."""
+    rule = {
+        "rank": chance.choose((1, 3, 9)),
+        "shared_width": chance.choose((2, 4) if given["head_dim"] > 4 else (2,)),
+        "query_rank": chance.choose((None, 5)),
+        "eps": chance.choose((1e-6, 1e-2)),
+        "normed": chance.maybe(0.8),
+        "scaled": chance.maybe(0.3),
+    }
+    given |= {"latent": Latent(**rule), "latent_bias": chance.maybe()}
+    for name in ("num_kv_heads", "k_bias", "v_bias"):
+        del given[name]
+    options |= {"latent": rule, "kv_heads": options["heads"]}
+
+
 def _places(
     chance: Chance, given: dict[str, Any], options: dict[str, Any], *, decodes: bool
 ) -> None:
@@ -85,7 +105,7 @@ def _places(
     if chance.maybe(0.4):
         given["rotary"] = Rotary(
             theta=chance.choose((10_000.0, 500.0)),
-            width=chance.choose((None, 4)),
+            width=None if "latent" in given else chance.choose((None, 4)),
             pairing=chance.choose(("half-split", "interleaved")),
             scaling=chance.choose((None, None, LinearScaling(2.0))),
         )

@@ -98,6 +98,28 @@ def placed(p: Parameters, o: dict[str, Any], x: Array, name: str, heads: int) ->
     return normed(p, name, x, norm) if norm and norm["place"] == "after" else x
 
 
+def latent(p: Parameters, o: dict[str, Any], x: Array, name: str, *, normed: bool) -> Array:
+    """A latent of each token (DeepSeek-AI 2024, section 2.1.2), RMS-normalised."""
+    z = linear(p, f"{name}_proj", x)
+    if normed:
+        size = np.sqrt((z * z).mean(-1, keepdims=True) + o["eps"])
+        z = z / size * p[f"{name}_norm.weight"]
+    return z * np.sqrt(x.shape[-1] / z.shape[-1]) if o["scaled"] else z
+
+
+def from_latents(p: Parameters, o: dict[str, Any], x: Array) -> tuple[Array, Array, Array]:
+    """Queries, keys and values of each head; a key begins with the one that all heads share."""
+    rule, heads = o["latent"], o["heads"]
+    a = latent(p, rule, x, "q_latent", normed=True) if rule["query_rank"] else x
+    c = latent(p, rule, x, "kv_latent", normed=rule["normed"])
+    shared = split(linear(p, "shared_k_proj", x), 1)
+    q, of_c = split(linear(p, "q_proj", a), heads), split(linear(p, "k_proj", c), heads)
+    k = np.concatenate([np.broadcast_to(shared, (*of_c.shape[:3], shared.shape[-1])), of_c], -1)
+    if "turns" in o:
+        q, k = (rotated(each, o["turns"], o["pairing"]) for each in (q, k))
+    return q, k, split(linear(p, "v_proj", c), heads)
+
+
 def attention(
     p: Parameters,
     o: dict[str, Any],
@@ -113,9 +135,12 @@ def attention(
         parts: of the call's score bias.
     """
     x, source = p["x"], p.get("source", p["x"])
-    q = placed(p, o, linear(p, "q_proj", x), "q_norm", o["heads"])
-    k = placed(p, o, linear(p, "k_proj", source), "k_norm", o["kv_heads"])
-    v = split(linear(p, "v_proj", source), o["kv_heads"])
+    if "latent" in o:
+        q, k, v = from_latents(p, o, x)
+    else:
+        q = placed(p, o, linear(p, "q_proj", x), "q_norm", o["heads"])
+        k = placed(p, o, linear(p, "k_proj", source), "k_norm", o["kv_heads"])
+        v = split(linear(p, "v_proj", source), o["kv_heads"])
     if o.get("window"):
         clauses = [*clauses, ("window", *o["window"], None)]
     if "alibi" in o:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, Mask, Rotary, ScoreBias
+from headwise.function import Latent
 from headwise.function.scaling import LinearScaling, YarnScaling
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
@@ -53,6 +54,12 @@ LAYER: dict[str, dict[str, dict[str, Any]]] = {
         "head": {"output_gate": "head"},
         "channel": {"output_gate": "channel", "gate_bias": False},
     },
+    "latent": {
+        "none": {},
+        "of both": {"latent": Latent(rank=11, shared_width=6, query_rank=13), "latent_bias": True},
+        "of keys": {"latent": Latent(rank=3, shared_width=6, eps=1e-2, scaled=True)},
+        "not normed": {"latent": Latent(rank=9, shared_width=6, query_rank=5, normed=False)},
+    },
     "source": {"itself": {}, "another": {"source_dim": SOURCE}},
 }
 CALL: dict[str, tuple[str, ...]] = {
@@ -68,6 +75,12 @@ def allowed(case: Case) -> bool:
     """Whether the options chosen so far can be combined."""
     places = ("rotary", "by distance", "window")
     if case.get("source") == "another" and any(case.get(n, "none") != "none" for n in places):
+        return False
+    if case.get("latent", "none") != "none" and (
+        case.get("kv_heads", "6") != "6"
+        or case.get("qk_norm", "none") != "none"
+        or case.get("source") == "another"
+    ):
         return False
     return not (case.get("source") == "another" and case.get("mask") == "segments")
 

@@ -18,9 +18,12 @@ def head_outputs(
 ) -> Tensor:
     """(batch, heads, queries, value_dim)."""
     keys_from = x if source is None else source
-    q = placed(layer, applied(layer.q_proj, x), layer.num_heads, layer.q_norm)
-    k = placed(layer, applied(layer.k_proj, keys_from), layer.num_kv_heads, layer.k_norm)
-    v = torch.stack(applied(layer.v_proj, keys_from).chunk(layer.num_kv_heads, -1), 1)
+    if layer.latent is not None:
+        q, k, v = from_latents(layer, x)
+    else:
+        q = placed(layer, applied(layer.q_proj, x), layer.num_heads, layer.q_norm)
+        k = placed(layer, applied(layer.k_proj, keys_from), layer.num_kv_heads, layer.k_norm)
+        v = torch.stack(applied(layer.v_proj, keys_from).chunk(layer.num_kv_heads, -1), 1)
     mask, score_bias = mask or Mask(), score_bias or ScoreBias()
     if layer.window is not None:
         mask = mask & Mask.window(*layer.window)
@@ -40,6 +43,28 @@ def head_outputs(
         return outputs
     gates = torch.stack(applied(layer.gate_proj, x).chunk(layer.num_heads, -1), 1)
     return outputs / (1 + torch.exp(-gates))
+
+
+def from_latents(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of each head; keys begin with the key that all share."""
+    rule = layer.latent
+    assert rule is not None
+
+    def latent(name: str, rank: int, *, normed: bool) -> Tensor:
+        z = applied(getattr(layer, f"{name}_proj"), x)
+        if normed:
+            weight = getattr(layer, f"{name}_norm").weight
+            z = z / (z.square().mean(-1, keepdim=True) + rule.eps).sqrt() * weight
+        return z * (layer.embed_dim / rank) ** 0.5 if rule.scaled else z
+
+    a = latent("q_latent", rule.query_rank, normed=True) if rule.query_rank else x
+    c, shared = latent("kv_latent", rule.rank, normed=rule.normed), applied(layer.shared_k_proj, x)
+    heads = applied(layer.k_proj, c).chunk(layer.num_heads, -1)
+    keys = torch.stack([torch.cat((shared, head), -1) for head in heads], 1)
+    queries = torch.stack(applied(layer.q_proj, a).chunk(layer.num_heads, -1), 1)
+    if layer.rotary is not None:
+        queries, keys = rotated(queries, layer.rotary), rotated(keys, layer.rotary)
+    return queries, keys, torch.stack(applied(layer.v_proj, c).chunk(layer.num_heads, -1), 1)
 
 
 def output(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, Mask, MultiheadAttention, Rotary, ScoreBias
 from headwise.errors import MaskError, OptionError, ShapeError
+from headwise.function import Latent
 from headwise.layers.base import HeadPart
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
@@ -26,7 +27,7 @@ def part_of(layer: Attention, heads: range) -> Attention:
     small.part = part
     rows = {
         "q_proj": (heads, layer.head_dim),
-        "k_proj": (part.kv_heads, layer.head_dim),
+        "k_proj": (part.kv_heads, layer.head_dim - getattr(layer.latent, "shared_width", 0)),
         "v_proj": (part.kv_heads, layer.value_dim),
     }
     for name, (channels_of, width) in rows.items():
@@ -64,6 +65,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "6 heads on 2 kv, of uneven groups": {"num_kv_heads": 2, "qk_norm": QKNorm()},
     "alibi, window": {"score_bias": Alibi(), "window": (5, 0)},
     "t5": {"score_bias": T5Bias(buckets=8, max_distance=20), "num_kv_heads": 1},
+    "latent, expanded": {"latent": Latent(rank=31, shared_width=4, query_rank=8)},
+    "latent, absorbed": {"latent": Latent(rank=2, shared_width=2), "head_dim": 48},
 }
 
 
@@ -107,7 +110,8 @@ def test_readings_and_steps_of_a_part(options: dict[str, Any]) -> None:
                 found = found[:, chosen]
             torch.testing.assert_close(found, whole[:, chosen], rtol=0, atol=TOLERANCE)
         cache = small.cache(batch=BATCH, length=LENGTH)
-        assert f"kv_heads={len(small.part.kv_heads)}" in repr(cache)
+        held = "latent" if layer.latent else f"kv_heads={len(small.part.kv_heads)}"
+        assert held in repr(cache)
         assert "heads 0 to 3 here" in repr(small)
         steps = [small(token, mask=Mask.causal(), cache=cache) for token in x.split(1, 1)]
         expected = small(x, mask=Mask.causal())

@@ -7,7 +7,8 @@ from torch import Tensor
 from headwise import Attention, Mask, Rotary, compare
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
-from headwise.function.records import STAGES
+from headwise.function import Latent
+from headwise.function.records import stages_of
 from headwise.layers.conversion import state_per_head
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
@@ -20,6 +21,17 @@ OPTIONS = {
     "norm after": {"qk_norm": QKNorm(place="after"), "rotary": Rotary(), "softcap": 3.0},
     "gate of channels": {"output_gate": "channel", "num_kv_heads": 2, "value_dim": 7},
     "alibi, sink": {"score_bias": Alibi(), "sink": True, "window": (5, 0)},
+    "latent": {
+        "latent": Latent(rank=9, shared_width=4, query_rank=11),
+        "rotary": Rotary(),
+        "value_dim": 5,
+        "latent_bias": True,
+    },
+    "latent of keys, scaled": {
+        "latent": Latent(rank=9, shared_width=4, normed=False, scaled=True),
+        "rotary": Rotary(pairing="interleaved"),
+        "output_gate": "head",
+    },
     "buckets": {"score_bias": T5Bias(buckets=8, max_distance=9), "scale": 1.0},
 }
 
@@ -40,13 +52,25 @@ def test_each_stage_follows_from_those_before_it(name: str) -> None:
     x = torch.randn(BATCH, LENGTH, EMBED_DIM, dtype=torch.float64)
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     stages = layer.stages(x, mask=Mask.may_attend(seen, axes="queries keys"))
-    assert [*stages] == [*STAGES]
+    assert [*stages] == [*stages_of(layer.spec)]
     model = AttentionModel(layer.spec, state_per_head(layer, layer.state_dict()))
     call = RecordedCall(Inputs(x, mask=seen), stages)
     gaps = measure_gaps(model, [call])
-    assert {stage for stage, _, _ in gaps.cells} == {*STAGES}
+    assert {stage for stage, _, _ in gaps.cells} == {*stages}
     assert gaps.cells_beyond_rounding == []
     assert torch.equal(stages["output"], layer.eval()(x, mask=Mask.causal()))
+
+
+@torch.no_grad()
+def test_stages_of_a_latent_with_a_fault_are_beyond_rounding() -> None:
+    layer = layer_of("latent")
+    x = torch.randn(BATCH, LENGTH, EMBED_DIM, dtype=torch.float64)
+    model = AttentionModel(layer.spec, state_per_head(layer, layer.state_dict()))
+    call = RecordedCall(Inputs(x), layer.stages(x))
+    for name, stage in {"wa": "q", "wc": "c", "c_norm": "c", "wr": "k_r", "wk": "k"}.items():
+        x = model.weights[name]
+        moved = model.with_weights(**{name: x * (1 + 1e-12 * torch.randn_like(x))})
+        assert measure_gaps(moved, [call]).stages_beyond_rounding == [stage]
 
 
 class Doubled(Attention):

@@ -108,7 +108,9 @@ def given(described: Layout, layer: Attention, options: Mapping[str, Any]) -> di
     gives it; where the layout says that there is nothing, the reader gives nothing.
     """
     function = described.function
-    found = options_of_spec(resolve(function, {"head_dim": HEAD_DIM}, layer=0))
+    found = options_of_spec(
+        resolve(function, {"head_dim": HEAD_DIM, "rms_norm_eps": 1e-6}, layer=0)
+    )
     for name in ("scale", "rotary", "softcap", "qk_norm", "score_bias", "window"):
         if getattr(function, name) is FROM_CONFIG:
             found[name] = options.get(name)

@@ -160,7 +160,7 @@ def test_outside() -> None:
 @pytest.mark.parametrize("name", PLACED)
 def test_every_layout_finds_its_own_modules(name: str, root: str) -> None:
     one = PUBLISHED[name]
-    numbers = {"layer": "11", "stage": "2"}
+    numbers = {"layer": "11", "stage": "2", "half": "1"}
     for role, template in one.where.items():
         assert {*SLOT.findall(template)} <= numbers.keys()
         prefix = root + template.format(**numbers)

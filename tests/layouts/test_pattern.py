@@ -183,7 +183,7 @@ def test_an_axis_is_written_by_itself_by_a_wider_one_or_by_its_split() -> None:
     ],
 )
 def test_axes_that_are_not_the_tensors_are_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(OptionError, match="its axes, each once: heads head_dim embed_dim") as error:
+    with pytest.raises(OptionError, match="its axes, each once: heads head_dim query_dim") as error:
         names_by_canonical_axis("wq", names)
     assert " ".join(names) in error.value.saw
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from headwise import Attention, Mask, Rotary
+from headwise.function import Latent
 from headwise.layers.norm import QKNorm
 from headwise.layouts.registry import layout
 from tests.layouts.real import Real, assert_same_function, inputs, sharpen
@@ -31,6 +32,16 @@ def headwise_width_norm() -> Real:
     return of_layer(scale=None, rotary=Rotary(), qk_norm=QKNorm(over="width"))
 
 
+def headwise_latent() -> Real:
+    latent = Latent(rank=11, shared_width=6, query_rank=13)
+    layer = Attention(40, 12, head_dim=10, value_dim=7, out_dim=44, sink=True, latent=latent)
+    layer = layer.double().eval()
+    sharpen(layer)
+    x, mask = inputs(40), Mask.causal()
+    arguments: dict[str, Any] = {"num_heads": 12, "scale": None}
+    return Real(layer.state_dict(), x, layer(x, mask=mask).detach(), arguments, mask=mask)
+
+
 def canonical() -> Real:
     """The weights of the layer with a matrix for each head."""
     real = headwise()
@@ -41,6 +52,7 @@ def canonical() -> Real:
 CASES = {
     "headwise": headwise,
     "headwise-width-norm": headwise_width_norm,
+    "headwise-latent": headwise_latent,
     "canonical": canonical,
 }
 

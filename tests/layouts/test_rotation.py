@@ -52,7 +52,7 @@ def test_by_hand() -> None:
 
 @given(width=st.integers(1, 5).map(lambda n: 2 * n), name=st.sampled_from(sorted(AXES)))
 def test_the_two_undo_each_other_and_leave_what_is_not_rotated(width: int, name: str) -> None:
-    sizes = dict(zip(AXES[name], (6, 10, 40), strict=False)) | {"head_dim": 10}
+    sizes = dict(zip(AXES[name], (6, 10, 40), strict=False)) | {"head_dim": 10, "key_dim": 10}
     x = torch.randn([sizes[axis] for axis in AXES[name]])
     there = to_half_split({name: x}, width=width)
     assert torch.equal(to_interleaved(there, width=width)[name], x)
@@ -61,8 +61,9 @@ def test_the_two_undo_each_other_and_leave_what_is_not_rotated(width: int, name:
 
 
 def test_what_has_an_order_is_what_scores_are_made_of() -> None:
-    with_order = {name for name, axes in AXES.items() if "head_dim" in axes}
+    with_order = {name for name, axes in AXES.items() if {"head_dim", "key_dim"} & {*axes}}
     assert {*ROTATED} == with_order
+    assert {name for name, axes in AXES.items() if "shared_width" in axes} == {"wr", "br"}
 
 
 @pytest.mark.parametrize("width", [6, 10])

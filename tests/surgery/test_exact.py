@@ -152,7 +152,10 @@ def test_another_basis_gives_the_same_outputs(case: Case) -> None:
     width = layer.value_dim
     value = torch.randn(layer.num_kv_heads, width, width, generator=generator).double()
     value += 3 * torch.eye(width)
-    key = None if case["qk_norm"] != "none" else planes(layer)
+    key = None if case["qk_norm"] != "none" or layer.latent else planes(layer)
+    if layer.latent:
+        with pytest.raises(OptionError, match="a key that all heads share"):
+            cut_layer(cut_of(layer).turn(key=planes(layer)), layer)
     cut = cut_of(layer).turn(key=key, value=value)
     if case["output_gate"] == "channel":
         with pytest.raises(OptionError, match="gate for each channel"):

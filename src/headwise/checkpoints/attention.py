@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import config as config_json
-from headwise.checkpoints.config import Config, resolve
+from headwise.checkpoints.config import resolve
+from headwise.checkpoints.fields import Config
 from headwise.errors import OptionError
 from headwise.function.spec import ABSENT, FROM_CONFIG, OPEN_FIELDS, AttentionSpec, BucketRule
 from headwise.function.weights import State

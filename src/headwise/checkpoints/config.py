@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headwise.checkpoints.fields import Config, ConfigFields
 from headwise.checkpoints.source import require_no_pointer
 from headwise.errors import OptionError
 from headwise.function import spec
-from headwise.function.scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from headwise.function.scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    Scaling,
+    YarnScaling,
+    yarn_magnitude,
+)
 from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, RotaryRule
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
@@ -19,10 +25,6 @@ from headwise.layouts.pattern import Sizes
 from headwise.support.files import parse_json_object
 from headwise.support.text import describe_value
 
-Config = Mapping[str, Any]
-
-_MAX_TEXT = 200  # characters of a name
-_MAX_COUNT = 2**31 - 1
 _MAX_HEADS = 2**20  # heads or channels: detection may try every divisor of the heads
 
 # count -> its names in a config, by spaces; the first name that is present counts.
@@ -56,7 +58,9 @@ _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
         "megatron-bert rembert roberta roc_bert splinter tapas visual_bert xlm-roberta xmod",
         "clip": "clip clip_text_model clip_vision_model siglip siglip_text_model "
         "siglip_vision_model",
+        "bailing-hybrid": "bailing_hybrid",
         "cohere": "cohere cohere2 ernie4_5 ernie4_5_moe helium",
+        "deepseek": "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 youtu",
         "dinov3": "dinov3_vit",
         "gemma3": "gemma3 gemma3_text",
         "glm": "glm glm4",
@@ -65,7 +69,10 @@ _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
         "gpt2": "gpt2 imagegpt openai-gpt",
         "granite": "granite granitemoe granitemoeshared hyperclovax",
         "hunyuan": "hunyuan_v1_dense",
+        "kimi-linear": "kimi_linear",
         "llama": "arcee cwm gemma llama mistral mixtral olmo phimoe seed_oss smollm3",
+        "longcat-flash": "longcat_flash",
+        "minicpm3": "minicpm3",
         "nemotron": "nemotron stablelm",
         "neox": "gpt_neox",
         "olmo2": "olmo2 olmo3",
@@ -94,6 +101,8 @@ _FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("rope_theta", 500_000.0, "cohere ernie4_5 ernie4_5_moe olmo3 qwen3_vl_text"),
     ("rope_theta", 1e6, "gemma3_text lfm2 mixtral phimoe qwen2_5_vl_text qwen2_vl_text"),
     ("rope_theta", 2_000_000.0, "smollm3"),
+    ("rope_theta", 6_000_000.0, "bailing_hybrid"),
+    ("rope_theta", 1e7, "longcat_flash"),
     ("rotary_emb_base", 10_000.0, "gpt_neox"),
     ("global_rope_theta", 160_000.0, "modernbert"),
     ("partial_rotary_factor", 0.25, "gpt_neox qwen3_next stablelm"),
@@ -122,82 +131,6 @@ LOCAL_THETAS = {
     "modernbert": ("local_rope_theta", 10_000.0),
     "olmo3": ("", 500_000.0),
 }
-
-
-class ConfigFields(dict[str, Any]):
-    """JSON object of a config, with one reader for each type of field.
-
-    A field that is absent or null reads as None. A value of another type raises an OptionError with
-    the file, the field, the value and the type.
-    """
-
-    def __init__(self, values: Mapping[str, Any], *, origin: str = "the config") -> None:
-        super().__init__(values)
-        self.origin = origin
-
-    @classmethod
-    def wrap(cls, config: Mapping[str, Any]) -> ConfigFields:
-        """Return the config with readers; a `ConfigFields` is returned as it is."""
-        return config if isinstance(config, ConfigFields) else cls(config)
-
-    def read(self, name: str, needed: str, is_valid: Callable[[Any], bool]) -> Any:
-        value = self.get(name)
-        if value is None or is_valid(value):
-            return value
-        raise self.field_error(name, needed)
-
-    def count(self, name: str, *, most: int = _MAX_COUNT) -> int | None:
-        """Return a whole number from 1; None also for a list of counts, one for each part."""
-        if isinstance(self.get(name), list):
-            return None
-        needed = f"a whole number from 1 to {most}"
-        value = self.read(name, needed, lambda n: _is_number(n) and 0 < n <= most and n == int(n))
-        return None if value is None else int(value)
-
-    def number(self, name: str) -> float | None:
-        value = self.read(name, "a finite number", _is_number)
-        return None if value is None else float(value)
-
-    def required_number(self, name: str) -> float:
-        value = self.number(name)
-        if value is None:
-            raise self.field_error(name, "a finite number")
-        return value
-
-    def flag(self, name: str, *, default: bool = False) -> bool:
-        """Return a boolean, which may be stored as 1 or 0."""
-        value = self.read(name, "true or false", lambda x: isinstance(x, int) and x in (0, 1))
-        return default if value is None else bool(value)
-
-    def text(self, name: str) -> str | None:
-        needed = f"a text of at most {_MAX_TEXT} printable characters"
-        value: str | None = self.read(
-            name, needed, lambda x: isinstance(x, str) and len(x) <= _MAX_TEXT and x.isprintable()
-        )
-        return value
-
-    def layer_values(self, name: str) -> list[Any]:
-        """Return a list with a value for each layer; empty where there is none."""
-        needed = "a list with a value for each layer"
-        return list(self.read(name, needed, lambda x: isinstance(x, list | tuple)) or ())
-
-    def section(self, name: str) -> ConfigFields | None:
-        value = self.read(name, "a JSON object", lambda x: isinstance(x, dict))
-        return None if value is None else ConfigFields(value, origin=f"{name} of {self.origin}")
-
-    def field_error(self, name: str, needed: str) -> OptionError:
-        value = self.get(name)
-        described = "missing" if value is None else describe_value(value)
-        return OptionError(
-            saw=f"{name} in {self.origin} is {described}",
-            needed=f"{name}: {needed}",
-            do="write the value of the model's publisher into the config",
-        )
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
 
 
 def read_config(path: Path) -> ConfigFields:
@@ -280,8 +213,8 @@ def merge_stated_counts(
 
 
 def _read_counts(fields: ConfigFields) -> Sizes:
-    if "kv_lora_rank" in fields and fields.get("head_dim") == 0:  # of latent heads, it counts r
-        fields = ConfigFields({**fields, "head_dim": None}, origin=fields.origin)
+    if fields.get("kv_lora_rank") is not None:
+        return _read_counts_with_latent(fields)
     counts = {size: _read_first_count(fields, names.split()) for size, names in NAMES.items()}
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         counts["kv_heads"] = 1
@@ -295,6 +228,17 @@ def _read_counts(fields: ConfigFields) -> Sizes:
     if width is not None and "rotary_width" not in sizes:
         sizes["rotary_width"] = width + width % 2  # transformers turns whole pairs
     return sizes
+
+
+def _read_counts_with_latent(fields: ConfigFields) -> Sizes:
+    """Return the counts of heads whose keys come from a latent: head_dim states only what turns."""
+    plain, turned = (fields.count(f"qk_{part}_head_dim") for part in ("nope", "rope"))
+    counts = {
+        "heads": _read_first_count(fields, NAMES["heads"].split()),
+        "head_dim": plain + turned if plain and turned else None,
+        "rotary_width": turned,
+    }
+    return {size: count for size, count in counts.items() if count is not None}
 
 
 def _read_share_of_head(fields: ConfigFields, sizes: Sizes) -> int | None:
@@ -452,6 +396,8 @@ def layout_name(config: Config) -> str | None:
         return "gpt-bigcode-mqa" if multi else "gpt-bigcode-mha"
     if kind == "cohere" and fields.flag("use_qk_norm"):
         return "cohere-qk-norm"
+    if _LAYOUTS.get(kind or "") == "deepseek" and fields.get("q_lora_rank", 1) is None:
+        return "deepseek-lite"
     return _LAYOUTS.get(kind or "")
 
 
@@ -557,6 +503,9 @@ def layout_in_layer(layout: Layout, config: Config, number: int) -> Layout:
             return layout
         bias = ABSENT if rotates else spec.AlibiRule(before_scale=True)
         function = replace(function, rotary=FROM_CONFIG, score_bias=bias)
+    if function.compressed and not text_config(config).flag("rope_interleave", default=True):
+        layout = replace(layout, rows="half-split")
+        function = layout.function
     if rotates is False:
         function = replace(function, rotary=ABSENT)
     elif rotates and function.rotary is FROM_CONFIG:
@@ -577,7 +526,7 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
     if function.rotary:
         stated["rotary"] = _read_rotary(fields, layer, function.rotation or RotaryRule())
     if function.scale is FROM_CONFIG and fields:
-        stated["scale"] = _read_scale(fields)
+        stated["scale"] = _read_scale(fields, layer)
     if function.softcap is not ABSENT:
         softcap = fields.number("attn_logit_softcapping")
         stated["softcap"] = spec.Softcap(softcap) if softcap else ABSENT
@@ -606,7 +555,12 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
     return replace(resolved, **_read_of_model_type(resolved, fields))
 
 
-def _read_scale(fields: ConfigFields) -> float | spec.ScaleRule:
+def _read_scale(fields: ConfigFields, layer: int) -> float | spec.ScaleRule:
+    rotary, head_dim = rotary_section_of_layer(fields, layer), _read_counts(fields).get("head_dim")
+    scaling, weight = rotary_scaling_kind(rotary), rotary.number("mscale_all_dim")
+    if fields.get("kv_lora_rank") is not None and scaling and weight and head_dim:
+        factor = rotary.required_number("factor")
+        return float(head_dim**-0.5 * yarn_magnitude(factor, weight) ** 2)
     scalar = fields.number("query_pre_attn_scalar")
     if scalar is not None and scalar < 0:
         raise fields.field_error("query_pre_attn_scalar", "a positive number")

@@ -8,8 +8,9 @@ from typing import Any
 
 from headwise.checkpoints import config as config_json
 from headwise.checkpoints import torch_file
-from headwise.checkpoints.config import ConfigFields, attention_window, text_config
+from headwise.checkpoints.config import attention_window, text_config
 from headwise.checkpoints.description import PARAMS, SCALING, Description, mlp_width
+from headwise.checkpoints.fields import ConfigFields
 from headwise.checkpoints.safetensors import KEY, TensorFile
 from headwise.checkpoints.shares import RANK_FOLDER, TRACKER
 from headwise.checkpoints.staging import write_synced

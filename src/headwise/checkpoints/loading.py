@@ -22,8 +22,9 @@ from headwise.checkpoints.attention import (
     attention_from_state,
     find_shared_tables,
 )
-from headwise.checkpoints.config import Config, ConfigFields, layout_in_layer, resolve
+from headwise.checkpoints.config import layout_in_layer, resolve
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
+from headwise.checkpoints.fields import Config, ConfigFields
 from headwise.checkpoints.proof import (
     Probe,
     ProbedClass,
@@ -35,7 +36,7 @@ from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.transformers import UntrustedCodeError, find_trusted_code
 from headwise.errors import HeadwiseError, MissingExtraError, OptionError
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, NormRule
-from headwise.function.weights import NORMS, bias_of
+from headwise.function.weights import FIRST, NORMS, bias_of
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
@@ -142,13 +143,14 @@ class StoredReading:
 
     @cached_property
     def roles(self) -> dict[str, str]:
-        """The name of a stored tensor of each projection, by role."""
-        return {
-            role: full
+        """The name of a stored tensor of what each role is projected from its input by."""
+        names = {
+            tensor: full
             for full, local in self.module.tensors.items()
-            for role in "qkvo"
-            if f"w{role}" in self.stored.patterns[local].tensors
+            for tensor in self.stored.patterns[local].tensors
         }
+        held = {role: [names[x] for x in first if x in names] for role, first in FIRST.items()}
+        return {role: of_role[0] for role, of_role in held.items() if of_role}
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the layer is made of, with tables that several modules share."""

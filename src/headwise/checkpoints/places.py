@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints import config as configs
 from headwise.checkpoints.attention import attention_from_state
-from headwise.checkpoints.config import Config
+from headwise.checkpoints.fields import Config
 from headwise.errors import OptionError, ShapeError
 from headwise.function.weights import State
 from headwise.layers.attention import Attention

@@ -158,11 +158,11 @@ class ExplainedCalls:
 
     def _describe_shapes(self, stage: str) -> str:
         call = next(call for call in self.calls if stage in call.stages)
-        recorded, (weight, _) = call.stages[stage].shape, self.model.projection(STAGES[stage].role)
+        recorded = call.stages[stage].shape
         axes, noun = ((1,), "heads") if stage in ("scores", "weights") else ((1, 3), "heads")
-        expected = weight.shape[: len(axes)]
+        expected = self.model.heads_and_width(stage)[: len(axes)]
         if stage == "output":
-            axes, noun, expected = (2,), "channels", weight.shape[2:]
+            axes, noun, expected = (2,), "channels", self.model.projection("o")[0].shape[2:]
         pair = [tuple(recorded[axis] for axis in axes), tuple(expected)]
         if pair[0] == pair[1]:
             return ""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from headwise.function.spec import AlibiRule as AlibiRule
     from headwise.function.spec import AttentionSpec as AttentionSpec
     from headwise.function.spec import BucketRule as BucketRule
+    from headwise.function.spec import Latent as Latent
     from headwise.function.spec import NormRule as NormRule
     from headwise.function.spec import Other as Other
     from headwise.function.spec import RotaryRule as RotaryRule
@@ -25,7 +26,7 @@ __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
         "scaling": "LinearScaling Llama3Scaling NTKScaling Scaling YarnScaling",
-        "spec": "ABSENT AlibiRule AttentionSpec BucketRule FROM_CONFIG NormRule Other RotaryRule "
-        "ScaleRule Softcap",
+        "spec": "ABSENT AlibiRule AttentionSpec BucketRule FROM_CONFIG Latent NormRule Other "
+        "RotaryRule ScaleRule Softcap",
     },
 )

@@ -10,19 +10,19 @@ most libraries, so an angle is off by its size times the u of float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from headwise.function import lines, rotary, stages
+from headwise.function import latent, lines, rotary, stages
 from headwise.function.distance import slopes_of
 from headwise.function.gate import output_gate
 from headwise.function.norm import normalise_heads
 from headwise.function.rounding import Roundoff
-from headwise.function.spec import AttentionSpec, RotaryRule
+from headwise.function.spec import AttentionSpec, Latent, RotaryRule
 from headwise.function.weights import KINDS
 
 FLOAT32 = Roundoff.of(torch.float32, with_reference=False).u
@@ -92,7 +92,7 @@ class Stage:
     @property
     def is_projection(self) -> bool:
         """True if it multiplies by the weights of its role."""
-        return KINDS[0][self.role] in self.tensors
+        return KINDS[0].get(self.role) in self.tensors
 
 
 # ---- q, k, v and the output ----------------------------------------------------------------------
@@ -121,6 +121,104 @@ def _bound_output(given: Given, r: Roundoff) -> Tensor:
     sizes: Tensor = stages.merge_heads(heads.abs()) @ weight.abs().flatten(0, 1)
     sizes = sizes if bias is None else sizes + bias.abs()
     return (heads.shape[1] * heads.shape[3] * r.u + 2 * r.U) * sizes
+
+
+# ---- latents ------------------------------------------------------------------------------------
+
+
+def _compress(given: Given) -> Tensor:
+    weight, bias, norm = given.tensors
+    return given.compute(
+        _compress_tokens, given.settings.compressed, given.tokens, weight, bias, norm
+    )
+
+
+def _compress_tokens(rule: Latent, x: Tensor, *tensors: Tensor | None) -> Tensor:
+    weight, bias, norm = tensors
+    assert weight is not None
+    return latent.compress(rule, x, weight, bias, norm)[:, None]
+
+
+def _bound_latent(given: Given, r: Roundoff) -> Tensor:
+    return _bound_compressed(given, r, given.result[:, 0], *given.tensors)[:, None]
+
+
+def _bound_compressed(
+    given: Given, r: Roundoff, z: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None
+) -> Tensor:
+    """Return the bound of a latent: of its projection, scaled by the norm, and of the norm."""
+    bound = _bound_linear(r, given.tokens, weight[None], None if bias is None else bias[None])
+    before: Tensor = given.compute(_project_tokens, given.tokens, weight, bias)
+    gain: Tensor = z.norm(dim=-1, keepdim=True) / before.norm(dim=-1, keepdim=True).clamp_min(
+        1e-300
+    )
+    if norm is not None:
+        gain = gain * norm.abs().amax() / norm.square().mean().sqrt()
+    size = z.abs().amax(-1, keepdim=True)
+    return 2 * gain * bound[:, 0].amax(-1, keepdim=True) + (z.shape[-1] * r.u + 8 * r.U) * size
+
+
+def _project_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return stages.project_heads(x, weight[None], None if bias is None else bias[None])[:, 0]
+
+
+def _project_shared_key(given: Given) -> Tensor:
+    return given.compute(_project_tokens, given.tokens, *given.tensors)[:, None]
+
+
+def _bound_shared_key(given: Given, r: Roundoff) -> Tensor:
+    weight, bias = given.tensors
+    return _bound_linear(r, given.tokens, weight[None], None if bias is None else bias[None])
+
+
+def _query_latent(given: Given) -> Tensor:
+    """Return what queries are projected from."""
+    weight, bias, norm = given.tensors[2:]
+    if weight is None:
+        return given.tokens
+    rule = given.settings.compressed
+    return given.compute(_compress_tokens, rule, given.tokens, weight, bias, norm)[:, 0]
+
+
+def _project_queries(given: Given) -> Tensor:
+    return given.compute(stages.project_heads, _query_latent(given), *given.tensors[:2])
+
+
+def _bound_queries(given: Given, r: Roundoff) -> Tensor:
+    a, (weight, bias, *of_latent) = _query_latent(given), given.tensors
+    bound = _bound_linear(r, a, weight, bias)
+    if of_latent[0] is None:
+        return bound
+    error = _bound_compressed(given, r, a, *of_latent)
+    return bound + torch.einsum("ble,hde->bhld", error.expand_as(a), weight.abs())
+
+
+def _expand_keys(given: Given) -> Tensor:
+    c, shared = given.parts
+    return given.compute(_expand_keys_of_heads, c, shared, *given.tensors)
+
+
+def _expand_keys_of_heads(c: Tensor, shared: Tensor, *tensors: Tensor) -> Tensor:
+    return latent.expand_keys(c[:, 0], shared, *tensors)
+
+
+def _bound_keys(given: Given, r: Roundoff) -> Tensor:
+    c, shared = given.parts
+    bound = _bound_linear(r, c[:, 0], *given.tensors)
+    exact = torch.zeros_like(shared) + r.U * shared.abs()
+    return torch.cat((exact.expand(-1, bound.shape[1], -1, -1), bound), -1)
+
+
+def _expand_values(given: Given) -> Tensor:
+    return given.compute(_project_latent, given.parts[0], *given.tensors)
+
+
+def _project_latent(c: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return stages.project_heads(c[:, 0], weight, bias)
+
+
+def _bound_values(given: Given, r: Roundoff) -> Tensor:
+    return _bound_linear(r, given.parts[0][:, 0], *given.tensors)
 
 
 # ---- norms and rotation --------------------------------------------------------------------------
@@ -340,7 +438,48 @@ _ATTENTION = (
         write=(lines.OUTPUT,),
     ),
 )
-# All stages by name, in order.
-STAGES = {each.name: each for each in (*_PROJECTIONS, *_NORMS, *_ROTATIONS, *_ATTENTION)}
+_USUAL = {each.name: each for each in (*_PROJECTIONS, *_NORMS, *_ROTATIONS, *_ATTENTION)}
+_LATENTS = {
+    each.name: each
+    for each in (
+        Stage(
+            name="c",
+            role="c",
+            tensors=("wc", "bc", "c_norm"),
+            compute=_compress,
+            bound=_bound_latent,
+            write=(lines.PROJECTIONS,),
+        ),
+        Stage(
+            name="k_r",
+            role="r",
+            tensors=("wr", "br"),
+            compute=_project_shared_key,
+            bound=_bound_shared_key,
+            write=(lines.PROJECTIONS,),
+        ),
+    )
+}
+# The stages that differ where keys and values come from a latent.
+_OF_LATENTS = {
+    "q": replace(
+        _USUAL["q"],
+        tensors=("wq", "bq", "wa", "ba", "a_norm"),
+        compute=_project_queries,
+        bound=_bound_queries,
+    ),
+    "k": replace(_USUAL["k"], before=("c", "k_r"), compute=_expand_keys, bound=_bound_keys),
+    "v": replace(_USUAL["v"], before=("c",), compute=_expand_values, bound=_bound_values),
+}
+# All stages by name, in order; the first two where keys and values come from a latent alone.
+STAGES = _LATENTS | _USUAL
+_WITH_LATENT = _LATENTS | _USUAL | _OF_LATENTS
+
+
+def stages_of(settings: AttentionSpec) -> Mapping[str, Stage]:
+    """Return the stages of a function by name, in order."""
+    return _USUAL if settings.compressed is None else _WITH_LATENT
+
+
 # The role of a projection -> its stage.
-STAGE_OF = {stage.role: stage.name for stage in STAGES.values() if stage.is_projection}
+STAGE_OF = {stage.role: stage.name for stage in _USUAL.values() if stage.is_projection}

@@ -120,6 +120,14 @@ class NTKScaling(_UnitAmplitude):
         return unscaled_frequencies(larger, width, **arithmetic)
 
 
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Return ``0.1 * mscale * log(factor) + 1``; 1 for a factor up to 1.
+
+    The square of that of mscale_all_dim is a factor of DeepSeek's scores, in the layer's scale.
+    """
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 @dataclass(frozen=True)
 class YarnScaling:
     """YaRN: low frequencies divided by ``factor``, high ones unchanged (arXiv:2309.00071).
@@ -171,10 +179,10 @@ class YarnScaling:
         """Factor of rotated vectors."""
         if self.attention_factor is not None:
             return self.attention_factor
-        magnitude = self._attention_magnitude
         if self.mscale and self.mscale_all_dim:
-            return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
-        return magnitude(1.0)
+            whole = yarn_magnitude(self.factor, self.mscale_all_dim)
+            return yarn_magnitude(self.factor, self.mscale) / whole
+        return yarn_magnitude(self.factor, 1.0)
 
     def scaled_frequencies(
         self, theta: float, width: int, **arithmetic: Unpack[Arithmetic]
@@ -216,9 +224,6 @@ class YarnScaling:
             )
         # A ramp of no length is a step.
         return first, last if first < last else last + 0.001
-
-    def _attention_magnitude(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True)

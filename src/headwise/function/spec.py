@@ -179,6 +179,35 @@ class BucketRule:
     bidirectional: bool | Open = FROM_CONFIG
 
 
+@dataclass(frozen=True)
+class Latent:
+    """A latent that keys and values come from, beside one rotary key for all heads.
+
+    `headwise.function.latent` has the formulas (DeepSeek-V2, arXiv:2405.04434). The shared key
+    stands before the channels that a head's key has of the latent.
+
+    Attributes:
+        rank: width of the latent c; None where the weights tell it, as for the next two.
+        shared_width: width of the shared key, whose channels alone are rotated.
+        query_rank: width of a latent of the queries; None without one.
+        eps: of the norms of both latents.
+        normed: False if c is used as it is projected.
+        scaled: True if both latents are multiplied by sqrt(embed_dim / their width) (LongCat).
+    """
+
+    rank: int | Open = None
+    shared_width: int | Open = None
+    query_rank: int | None = None
+    eps: float | Open = 1e-6
+    normed: bool = True
+    scaled: bool = False
+
+    @property
+    def words(self) -> str:
+        """Words such as "normed, scaled"."""
+        return ("normed" if self.normed else "not normed") + (", scaled" if self.scaled else "")
+
+
 Window = tuple[int | Open | None, int | None]
 Sides = tuple[int | None, int | None]  # of a window that is known
 
@@ -201,6 +230,7 @@ class AttentionSpec:
         causal: True if a query attends to no later key.
         clip: that projected queries, keys and values are clipped.
         output_gate: a gate of each "head" or "channel" of the head outputs, computed from x.
+        latent: what keys and values come from in place of x, a `Latent`.
     """
 
     num_heads: int | Open = None
@@ -215,6 +245,7 @@ class AttentionSpec:
     causal: bool = False
     clip: float | Other | Unset = ABSENT
     output_gate: GateKind | Unset = ABSENT
+    latent: Latent | Other | Unset = ABSENT
 
     def __post_init__(self) -> None:
         """Raise OptionError for a value of another type, such as the words of a setting."""
@@ -262,6 +293,11 @@ class AttentionSpec:
         return self.score_bias if isinstance(self.score_bias, BucketRule) else None
 
     @property
+    def compressed(self) -> Latent | None:
+        """The latent of keys and values, None where headwise computes none."""
+        return self.latent if isinstance(self.latent, Latent) else None
+
+    @property
     def group(self) -> int:
         """The number of query heads that share a kv head."""
         return int(self.num_heads // self.num_kv_heads)
@@ -292,6 +328,7 @@ class AttentionSpec:
             "window": _in_words(self.window, lambda x: "none" if x[0] is None else "left"),
             "clip": _in_words(self.clip, lambda x: f"{x:g}"),
             "output_gate": _in_words(self.output_gate, str),
+            "latent": _in_words(self.latent, lambda x: x.words),
         }
 
     @classmethod
@@ -350,6 +387,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "window": ((tuple, Other), "(127, 0)"),
     "clip": ((float, int, Other), "6.0"),
     "output_gate": ((str,), '"channel"'),
+    "latent": ((Latent, Other), "Latent(rank=512, shared_width=64)"),
 }
 OPEN_FIELDS = frozenset(_KINDS)  # those that may be FROM_CONFIG
 
@@ -367,6 +405,7 @@ _NORMS = (
         get_args(NormKind), get_args(Over), get_args(Place), (0.0, 1.0), (False, True)
     )
 )
+_LATENTS = (Latent(normed=n, scaled=s) for n, s in product((True, False), repeat=2))
 # The words of each setting -> its value; those of any other form are an `Other`.
 _VALUES: dict[str, dict[str, Any]] = {
     "scale": {words: scale for scale, words in SCALE_WORDS.items()},
@@ -379,9 +418,12 @@ _VALUES: dict[str, dict[str, Any]] = {
     },
     "window": {"left": (FROM_CONFIG, None)},
     "output_gate": {gate: gate for gate in get_args(GateKind)},
+    "latent": {latent.words: latent for latent in _LATENTS},
 }
 SETTINGS = tuple(AttentionSpec().words())
-LATER = frozenset({"output_gate"})  # settings that files of 0.1.0 do not have: "none" there
+LATER = frozenset(
+    {"output_gate", "latent"}
+)  # settings that files of 0.1.0 do not have: "none" there
 
 
 def require_conflicts_accepted(

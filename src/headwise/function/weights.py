@@ -1,13 +1,15 @@
 """The canonical form: one matrix for each head, as in the paper, and no fused axis.
 
-    wq (heads, head_dim, embed_dim)       bq (heads, head_dim)
-    wk (kv_heads, head_dim, source_dim)   bk (kv_heads, head_dim)
+    wq (heads, head_dim, query_dim)       bq (heads, head_dim)
+    wk (kv_heads, key_dim, source_dim)    bk (kv_heads, key_dim)
     wv (kv_heads, value_dim, source_dim)  bv (kv_heads, value_dim)
     wo (heads, value_dim, out_dim)        bo (out_dim)
 
 The queries of head h are wq[h] @ x; its keys and values are those of kv head
 h // (heads / kv_heads). Two channels that are rotated together are half of the rotated width apart.
-Vaswani et al. 2017, section 3.2.2, has the transposes of these matrices.
+Vaswani et al. 2017, section 3.2.2, has the transposes of these matrices. Where keys and values come
+from a latent, query_dim and source_dim are widths of latents, and the first channels of wq[h] are
+those that meet the shared key, wr @ x (`headwise.function.latent`).
 """
 
 from collections.abc import Sequence
@@ -20,12 +22,12 @@ State = dict[str, "torch.Tensor"]
 
 # tensor -> its axes; a layout without an axis uses the name that `WIDER` has for it.
 AXES: dict[str, tuple[str, ...]] = {
-    "wq": ("heads", "head_dim", "embed_dim"),
-    "wk": ("kv_heads", "head_dim", "source_dim"),
+    "wq": ("heads", "head_dim", "query_dim"),
+    "wk": ("kv_heads", "key_dim", "source_dim"),
     "wv": ("kv_heads", "value_dim", "source_dim"),
     "wo": ("heads", "value_dim", "out_dim"),
     "bq": ("heads", "head_dim"),
-    "bk": ("kv_heads", "head_dim"),
+    "bk": ("kv_heads", "key_dim"),
     "bv": ("kv_heads", "value_dim"),
     "bo": ("out_dim",),
     # a learned logit in the softmax, without a value
@@ -47,6 +49,15 @@ AXES: dict[str, tuple[str, ...]] = {
     # gates of each head's outputs: one, or one for each channel
     "wg": ("heads", "gate_width", "embed_dim"),
     "bg": ("heads", "gate_width"),
+    # the latents of queries, and of keys and values; and the key that all heads share
+    "wa": ("query_dim", "embed_dim"),
+    "wc": ("source_dim", "embed_dim"),
+    "wr": ("shared_width", "embed_dim"),
+    "ba": ("query_dim",),
+    "bc": ("source_dim",),
+    "br": ("shared_width",),
+    "a_norm": ("query_dim",),
+    "c_norm": ("source_dim",),
 }
 # The axis of heads of a tensor: its number, and its name. Tensors without one are left out.
 HEADS = {
@@ -56,6 +67,8 @@ HEADS = {
     if axis in ("heads", "kv_heads")
 }
 WIDER = {
+    "key_dim": "head_dim",
+    "query_dim": "embed_dim",
     "kv_heads": "heads",
     "value_dim": "head_dim",
     "source_dim": "embed_dim",
@@ -69,14 +82,24 @@ KINDS: tuple[dict[str, str], ...] = (
     {"q": "q_norm", "k": "k_norm"},
     {"k": "extra_k", "v": "extra_v"},
     {"q": "sink"},
+    {"q": "wa"},
+    {"k": "wc"},
+    {"k": "wr"},
+    {"q": "a_norm"},
+    {"k": "c_norm"},
     {"o": "bo"},
 )
-BIASES = ("bq", "bk", "bv", "bo", "bg")
+# The role of a projection -> what meets its input first: the latent's, where there is one.
+FIRST = {"q": ("wa", "wq"), "k": ("wc", "wk"), "v": ("wc", "wv"), "o": ("wo",)}
+BIASES = ("bq", "bk", "bv", "bo", "bg", "ba", "bc", "br")
 NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
 # Optional tensors of every layout. One layer may hold the distances of all.
 OPTIONAL = (*BIASES, *(f"{norm}_bias" for norm in NORMS), "distances")
 # Tensors with a rotated head_dim, in which the order of channels matters.
 ROTATED = ("wq", "wk", "bq", "bk", "extra_k", *NORMS, *(f"{norm}_bias" for norm in NORMS))
+CHANNELS = ("head_dim", "key_dim", "shared_width")  # the axes of these channels
+QUERIES = ("wq", "bq")
+ROTATED_WITH_LATENT = (*QUERIES, "wr", "br")  # where all heads share a rotated key
 
 
 def bias_of(name: str) -> str:
@@ -84,12 +107,27 @@ def bias_of(name: str) -> str:
     return f"b{name[1:]}" if name.startswith("w") else f"{name}_bias"
 
 
+def kinds_of(state: State) -> tuple[dict[str, str], ...]:
+    """Return the kinds of tensors in a state; keys of a latent are no rows as those of queries."""
+    if "wc" not in state:
+        return KINDS
+    of_latent = {role: name for role, name in KINDS[0].items() if role in "kv"}
+    of_queries = {role: name for role, name in KINDS[0].items() if role not in "kv"}
+    return (of_queries, of_latent, *KINDS[1:])
+
+
 def sizes_of(state: State) -> dict[str, int]:
     """Return the length of each axis of canonical tensors."""
     sizes: dict[str, int] = {}
     for name, axes in reversed(AXES.items()):  # where tensors disagree, the first ones count
         sizes |= zip(axes, state[name].shape if name in state else (), strict=False)
-    return sizes
+    return add_wider(sizes)
+
+
+def add_wider(sizes: dict[str, int]) -> dict[str, int]:
+    """Return the sizes with embed_dim and head_dim, where no axis has them but that of wq or wk."""
+    axes = {"embed_dim": "query_dim", "head_dim": "key_dim"}
+    return {wider: sizes[axis] for wider, axis in axes.items() if axis in sizes} | sizes
 
 
 def take_heads(state: State, heads: Sequence[int], kv_heads: Sequence[int]) -> State:

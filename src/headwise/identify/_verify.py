@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from typing import Any
 
-from headwise.checkpoints.config import Config
 from headwise.checkpoints.description import COUNTS
+from headwise.checkpoints.fields import Config
 from headwise.errors import OptionError
 from headwise.function.weights import AXES
 from headwise.identify import detection as detecting

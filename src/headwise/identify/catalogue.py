@@ -12,7 +12,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
-from headwise.function.records import STAGE_OF, STAGES
+from headwise.function.records import STAGE_OF, STAGES, stages_of
+from headwise.function.spec import AttentionSpec
 from headwise.function.weights import NORMS
 
 PAGES = Path(__file__).parents[1] / "diagnosis" / "causes" / "pages"
@@ -88,7 +89,7 @@ SCORES, WEIGHTS = ("scores",), ("weights",)
 # The stages in which heads meet keys and values, of all calls with a cache.
 MIXED = tuple(name for name, stage in STAGES.items() if stage.cached)
 WITH_HEADS = ("q", "k", "v", *MIXED, "output")
-EVERY = tuple(STAGES)
+EVERY = tuple(stages_of(AttentionSpec()))  # of those that every function has
 BY_NUMBER = "load each layer by its number"
 OWN_TENSOR = "load {weights} from its own tensor: {text}"
 NOT_LOADED = "load {weights}: not loaded, but initialised"
@@ -168,6 +169,20 @@ NORM_WEIGHTS_MISSING = Cause("norm weights missing", NORMED)
 NORM_WEIGHTS_EXCHANGED = Cause("norm weights of q and k exchanged", NORMED)
 NORM_WEIGHTS_ORDER = Cause("norm weights in another order", NORMED)
 NORM_OF_ANOTHER_ROLE = Cause("norm on another role", ("v", *NORMED))
+LATENT_NORM_MISSING = Cause(
+    "latent norm missing", ("c",), STATED, unexpected="latent norm unexpected"
+)
+LATENT_NORM_EPS = Cause("latent norm eps", ("q", "c"), STATED, cost=1.1)
+LATENT_FACTOR_MISSING = Cause(
+    "latent factor missing", ("q", "c"), STATED, unexpected="latent factor unexpected"
+)
+ROTATED_CHANNELS_PLACE = Cause(
+    "rotated channels behind the others",
+    PROJECTED,
+    remedy="put the rows of {weights} that turn where the code expects them: {text}",
+)
+MSCALE_MISSING = Cause("mscale missing", SCORES, STATED, cost=0.8, unexpected="mscale unexpected")
+MSCALE_OF_ANOTHER_FIELD = Cause("mscale for mscale_all_dim", SCORES, STATED, cost=0.8)
 DISTANCE_BIAS_COEFFICIENT = Cause("distance bias coefficient", SCORES, STATED, cost=0.9)
 DISTANCE_BIAS_SLOPE_RULE = Cause("distance bias slope rule", SCORES, REPORTED)
 RELATIVE_BIAS_BUCKETS = Cause("relative bias buckets", SCORES, STATED)

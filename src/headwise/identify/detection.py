@@ -19,8 +19,8 @@ from torch import Tensor
 
 from headwise.checkpoints import config as configs
 from headwise.checkpoints import description as descriptions
-from headwise.checkpoints.config import Config
 from headwise.checkpoints.description import Checkpoint
+from headwise.checkpoints.fields import Config, ConfigFields
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import CheckpointError, OptionError, ShapeError, UndecidedError
 from headwise.function.rounding import coarsest
@@ -442,7 +442,7 @@ def open_weights(
         do = "give model.state_dict(), or the path of a file or a folder"
         raise OptionError(saw=saw, needed=needed, do=do)
     state = tensors_of_arrays(given, title=title)
-    fields = configs.ConfigFields.wrap(config or {})
+    fields = ConfigFields.wrap(config or {})
     known = configs.merge_counts(fields, counts, origin=Path(title))
     return GivenWeights(title, state, fields, known)
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints.attention import attention_from_state
-from headwise.checkpoints.config import Config, layout_in_layer, resolve, window_sides
+from headwise.checkpoints.config import layout_in_layer, resolve, window_sides
+from headwise.checkpoints.fields import Config
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.function import rounding
 from headwise.function.spec import ABSENT, Softcap

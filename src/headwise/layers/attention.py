@@ -20,10 +20,10 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.function.gate import gate_width
-from headwise.function.records import STAGES
+from headwise.function.records import stages_of
 from headwise.function.spec import AttentionSpec, require_conflicts_accepted
 from headwise.function.stages import scores, split_heads
-from headwise.layers import base, checks, conversion, hooks, packing
+from headwise.layers import base, checks, conversion, hooks, latent, packing
 from headwise.layers.cache import Cache
 from headwise.layers.linear import LayerExplanation, projection_line
 from headwise.layouts import registry
@@ -38,10 +38,11 @@ from headwise.support.tracing import evaluation_mode
 _explain_call = explain_arguments(checks.CALL, beyond=checks.advice_on_positional_call_arguments)
 
 
-def _matrix_and_values(
-    layer: Attention, tokens: packing.Unpacked, call: packing.CallInputs
-) -> tuple[AttentionMatrix, Tensor]:
-    """Return A and v of a call, as the head outputs are A @ v."""
+def _project(layer: Attention, tokens: packing.Unpacked) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of each head, as they enter the scores and a cache."""
+    if layer.latent is not None:
+        q, stored = latent.project(layer, tokens)
+        return q, stored, stored[..., :0]  # a cache holds no values beside them
     q, k, v = layer.q_proj(tokens.x), layer.k_proj(tokens.source), layer.v_proj(tokens.source)
     place = None if layer.qk_norm is None else (layer.qk_norm.over, layer.qk_norm.place)
     if place == ("width", "before"):
@@ -56,6 +57,14 @@ def _matrix_and_values(
         q, k = layer.rotary.rotate_both(q, k, tokens.positions())
     if place == ("head", "after"):
         q, k = _normalise(layer, q, k)
+    return q, k, v
+
+
+def _product_of_call(
+    layer: Attention, tokens: packing.Unpacked, call: packing.CallInputs
+) -> latent.Product:
+    q, k, v = _project(layer, tokens)
+    operands = latent.Operands(q, k, v, None)
     mask, score_bias, sink, part = tokens.mask, call.score_bias, layer.sink, layer.part
     if call.cache is not None:
         keys = call.cache.key_count_after(k.shape[2])
@@ -63,15 +72,44 @@ def _matrix_and_values(
         tokens.cached = call.cache.extend(k, v, lengths=tokens.lengths)
         k, v = tokens.cached.k, tokens.cached.v
         mask = tokens.mask_with_cache(tokens.cached.starts)
+    if layer.latent is not None:
+        operands = latent.choose_form(layer, q, k, has_cache=call.cache is not None)
+        q, k, v, _ = operands
     if part is not None:
         k, v = part.share_kv(k), part.share_kv(v)
         sink = None if sink is None else part.own_share_of_parameter(sink)
         sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
         mask = part.mask(mask, device=q.device, **sizes)
         score_bias = part.score_bias(score_bias, device=q.device, **sizes)
-    options = {"scale": layer.scale, "softcap": layer.softcap}
+    scale = layer.scale
+    if layer.latent is not None and scale is None:  # operands may be wider than head_dim
+        scale = layer.head_dim**-0.5
+    options = {"scale": scale, "softcap": layer.softcap}
     matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options)
-    return with_finite_padding(matrix) if tokens.is_zeroed else matrix, v
+    matrix = with_finite_padding(matrix) if tokens.is_zeroed else matrix
+    return latent.Product(matrix, v, operands.finish)
+
+
+def _project_stages(
+    layer: Attention, tokens: packing.Unpacked, product: latent.Product
+) -> dict[str, Tensor]:
+    """Return the stages before the scores."""
+    if layer.latent is not None:
+        return latent.project_stages(layer, tokens)
+    normed = projected = layer.q_proj(tokens.x), layer.k_proj(tokens.source)
+    norm = layer.qk_norm
+    if norm is not None and (norm.over, norm.place) == ("width", "before"):
+        normed = _normalise(layer, *normed)
+    counts = layer._head_counts
+    (q, k), (normed_q, normed_k) = (
+        [split_heads(x, heads=n) for x, n in zip(pair, counts, strict=True)]
+        for pair in (projected, normed)
+    )
+    if norm is not None and (norm.over, norm.place) == ("head", "before"):
+        normed_q, normed_k = _normalise(layer, q, k)
+    rotated = product.matrix.q, product.matrix.k
+    tensors = (q, k, product.v, normed_q, normed_k, *rotated)
+    return dict(zip(stages_of(layer.spec), tensors, strict=False))
 
 
 def _normalise(layer: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,8 +140,8 @@ class Attention(base.AttentionBase):
         out_dim: width of the output; embed_dim by default.
         source_dim: width of ``source``, for cross attention; embed_dim by default.
         q_bias: True for a bias in the projection of queries.
-        k_bias: True for a bias in the projection of keys.
-        v_bias: True for a bias in the projection of values.
+        k_bias: True for a bias in the projection of keys; by default, without a latent.
+        v_bias: True for a bias in the projection of values; by default, without a latent.
         out_bias: True for a bias in the output projection.
         rotary: rotates queries and keys by their positions.
         score_bias: added to the scores by distance, `Alibi` or `T5Bias`.
@@ -117,6 +155,9 @@ class Attention(base.AttentionBase):
         output_gate: multiplies the head outputs by the sigmoid of a projection of ``x``: "head"
             for one factor for each head, "channel" for one for each of its channels.
         gate_bias: True for a bias in the projection of the gates, where there are any.
+        latent: keys and values come from a latent of each token, and a cache holds this: a
+            `headwise.function.Latent`. A rotation turns the channels of its shared key.
+        latent_bias: True for biases in the projections to latents and to the shared key.
         dropout: probability of dropping each weight in training.
         init: the library whose initialisation is used; see `initialise_projections` in
             `headwise.layers.base`.
@@ -161,9 +202,9 @@ class Attention(base.AttentionBase):
         """
         call = self._prepare_call(x, source, mask, score_bias, cache, gate)
         tokens = packing.select_packing(call)
-        matrix, v = _matrix_and_values(self, tokens, call)
+        matrix, v, finish = _product_of_call(self, tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
-        outputs = hooks.call_hook(matrix, v, outputs)
+        outputs = finish(hooks.call_hook(matrix, v, outputs))
         outputs = _gate_outputs(self, outputs, tokens.x)
         if call.gate is not None:
             outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))
@@ -189,7 +230,7 @@ class Attention(base.AttentionBase):
         Arguments and errors as in ``forward``, here and in the readings below.
         """
         call = self._prepare_call(x, source, mask, score_bias)
-        return _matrix_and_values(self, packing.Unpacked.of(call), call)[0]
+        return _product_of_call(self, packing.Unpacked.of(call), call).matrix
 
     @_explain_call
     def head_outputs(
@@ -203,8 +244,7 @@ class Attention(base.AttentionBase):
         """Return weights @ v for each head, after the output gate: the projection's input."""
         call = self._prepare_call(x, source, mask, score_bias)
         tokens = packing.Unpacked.of(call)
-        matrix, v = _matrix_and_values(self, tokens, call)
-        return _gate_outputs(self, matrix @ v, tokens.x)
+        return _gate_outputs(self, _product_of_call(self, tokens, call).head_outputs(), tokens.x)
 
     @_explain_call
     def stages(
@@ -222,27 +262,16 @@ class Attention(base.AttentionBase):
         """
         call = self._prepare_call(x, source, mask, score_bias)
         tokens = packing.Unpacked.of(call)
-        matrix, v = _matrix_and_values(self, tokens, call)
-        normed = projected = self.q_proj(tokens.x), self.k_proj(tokens.source)
-        norm = self.qk_norm
-        if norm is not None and (norm.over, norm.place) == ("width", "before"):
-            normed = _normalise(self, *normed)
-        counts = self._head_counts
-        (q, k), (normed_q, normed_k) = (
-            [split_heads(x, heads=n) for x, n in zip(pair, counts, strict=True)]
-            for pair in (projected, normed)
-        )
-        if norm is not None and (norm.over, norm.place) == ("head", "before"):
-            normed_q, normed_k = _normalise(self, q, k)
+        product = _product_of_call(self, tokens, call)
+        matrix, before = product.matrix, _project_stages(self, tokens, product)
+        q, k = before["q after rotary"], before["k after rotary"]
         options = {"scale": matrix.scale, "softcap": matrix.softcap}
-        logits = scores(
-            matrix.q, matrix.k, mask=matrix.mask, score_bias=matrix.score_bias, **options
-        )
+        logits = scores(q, k, mask=matrix.mask, score_bias=matrix.score_bias, **options)
         with evaluation_mode(self):
             output = self(x, source, mask=mask, score_bias=score_bias)
-        before = (q, k, v, normed_q, normed_k, matrix.q, matrix.k)
-        after = (logits, matrix.dense(), _gate_outputs(self, matrix @ v, tokens.x), output)
-        return dict(zip(STAGES, (*before, *after), strict=True))
+        outputs = _gate_outputs(self, product.head_outputs(), tokens.x)
+        after = {"scores": logits, "weights": matrix.dense(), "head outputs": outputs}
+        return before | after | {"output": output}
 
     @_explain_call
     def contributions(
@@ -277,11 +306,15 @@ class Attention(base.AttentionBase):
         *,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
+        cache: Cache | None = None,
     ) -> LayerExplanation:
-        """Return a printable report on a forward pass of this input: tokens, kernels and costs."""
-        call = self._prepare_call(x, source, mask, score_bias)
+        """Return a printable report on a forward pass of this input: tokens, kernels and costs.
+
+        A ``cache`` holds the same tokens afterwards.
+        """
+        call = self._prepare_call(x, source, mask, score_bias, cache)
         tokens = packing.select_packing(call)
-        matrix, v = _matrix_and_values(self, tokens, call)
+        matrix, v, _ = _product_of_call(self, tokens, call)
         total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
         line = f"{total:,}, all of the input"
         if isinstance(tokens, packing.Packed):
@@ -290,10 +323,16 @@ class Attention(base.AttentionBase):
             line += "; dropout in training allocates queries x keys for A @ v"
         if self.part is not None:
             line += f"; {self.part} of {self.num_heads} here"
-        counts = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}
+        counts, form = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}, None
         counts |= {} if self.gate_proj is None else {"gate_proj": real}
+        if self.latent is not None:
+            names = {n: real if n[0] == "q" else keys for n in base.LATENTS if "proj" in n}
+            counts |= {n: count for n, count in names.items() if getattr(self, n) is not None}
+            form = latent.describe_form(self, *matrix.shape[2:], has_cache=cache is not None)
+            expanded = matrix.shape[3] * len(matrix.k) * (not form.startswith("absorbed"))
+            counts |= {"k_proj": expanded, "v_proj": expanded}
         lines = [projection_line(name, getattr(self, name), n) for name, n in counts.items()]
-        return LayerExplanation(line, tuple(lines), matrix.explain(v))
+        return LayerExplanation(line, tuple(lines), matrix.explain(v), form=form)
 
     # ---- weights and caches -------------------------------------------------------------------
 
@@ -389,6 +428,8 @@ class Attention(base.AttentionBase):
     def cache(self, *, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """Make an empty cache for ``length`` tokens of each of ``batch`` sequences.
 
+        Where keys and values come from a latent, it holds this and the shared key of each token.
+
         A layer whose window is shorter than ``length`` keeps only the tokens that its window
         needs: any number of tokens may pass. Steps with a cache equal one full forward pass where
         no query attends to later tokens: with a causal mask, or a window of (left, 0).
@@ -402,11 +443,10 @@ class Attention(base.AttentionBase):
         slots = min(length, 2 * left + 1) if left is not None and evicts else length
         like = checks.projection_parameter(self.k_proj, torch.empty(0))
         options: dict[str, Any] = {"device": like.device, "dtype": dtype or like.dtype}
-        kv_heads = self._head_counts[1]
-        k, v = (
-            torch.zeros(batch, kv_heads, slots, width, **options)
-            for width in (self.head_dim, self.value_dim)
-        )
+        kv_heads, widths = self._head_counts[1], (self.head_dim, self.value_dim)
+        if self.latent is not None:
+            kv_heads, widths = 1, (self.latent.shared_width + self.latent.rank, 0)
+        k, v = (torch.zeros(batch, kv_heads, slots, width, **options) for width in widths)
         return Cache(k, v, window=left if evicts else None, owner=self.identity)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self, get_args
 from uuid import uuid4
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.function.gate import gate_width
 from headwise.function.rotary import Rotary
-from headwise.function.spec import GateKind
+from headwise.function.spec import GateKind, Latent
 from headwise.layers.distance import PositionBias
 from headwise.layers.norm import QKNorm
 from headwise.masks.clauses.band import Band
@@ -83,6 +84,9 @@ CONSTRUCTOR |= COUNTS | renamed_arguments(
 Source = Literal["torch-packed", "torch-separate", "einops", "gpt2", "t5"]
 
 
+LATENTS = ["q_latent_proj", "q_latent_norm", "kv_latent_proj", "kv_latent_norm", "shared_k_proj"]
+
+
 class AttentionBase(nn.Module):
     """Options, sizes and modules of `headwise.Attention`."""
 
@@ -109,6 +113,12 @@ class AttentionBase(nn.Module):
     sink: Tensor | None
     output_gate: GateKind | None
     gate_proj: nn.Module | None
+    latent: Latent | None = None  # pickles of earlier versions have none
+    q_latent_proj: nn.Module | None
+    q_latent_norm: nn.Module | None
+    kv_latent_proj: nn.Module | None
+    kv_latent_norm: nn.Module | None
+    shared_k_proj: nn.Module | None
     identity: str  # the owner of the caches that this layer makes
     proof: str = ""  # of a load: against which class, or why there is none
     part: HeadPart | None = None  # the heads that this module computes, if not all
@@ -131,8 +141,8 @@ class AttentionBase(nn.Module):
         out_dim: int | None = None,
         source_dim: int | None = None,
         q_bias: bool = True,
-        k_bias: bool = True,
-        v_bias: bool = True,
+        k_bias: bool | None = None,
+        v_bias: bool | None = None,
         out_bias: bool = True,
         rotary: Rotary | None = None,
         score_bias: PositionBias | None = None,
@@ -143,6 +153,8 @@ class AttentionBase(nn.Module):
         sink: bool = False,
         output_gate: GateKind | None = None,
         gate_bias: bool = True,
+        latent: Latent | None = None,
+        latent_bias: bool = False,
         dropout: float = 0.0,
         init: Source = "torch-packed",
         device: torch.device | str | None = None,
@@ -159,16 +171,30 @@ class AttentionBase(nn.Module):
         self.rotary, self.qk_norm, self.window = rotary, qk_norm, window
         self.scale, self.softcap, self.output_gate = scale, softcap, output_gate
         self.dropout, self.init = dropout, init
+        if latent is not None:
+            self._take_latent(latent, k_bias=bool(k_bias), v_bias=bool(v_bias))
         check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
-        heads, kv_heads = num_heads, self.num_kv_heads
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, heads * self.head_dim, q_bias, **options)
-        self.k_proj = nn.Linear(self.source_dim, kv_heads * self.head_dim, k_bias, **options)
-        self.v_proj = nn.Linear(self.source_dim, kv_heads * self.value_dim, v_bias, **options)
-        self.out_proj = nn.Linear(heads * self.value_dim, self.out_dim, out_bias, **options)
+        biases = [latent is None if each is None else each for each in (k_bias, v_bias)]
+        self._make_projections((q_bias, *biases, out_bias), latent_bias=latent_bias, **options)
         self._make_optional_parts(score_bias, sink=sink, gate_bias=gate_bias, **options)
         self.identity = uuid4().hex
         self.reset_parameters()
+
+    def _make_projections(
+        self, biases: tuple[bool, ...], *, latent_bias: bool, **options: Any
+    ) -> None:
+        heads, kv_heads, latent = self.num_heads, self.num_kv_heads, self.latent
+        from_x, from_source, key_dim = self.embed_dim, self.source_dim, self.head_dim
+        if latent is not None:
+            self._make_latents(latent, latent_bias, **options)
+            from_x, from_source = latent.query_rank or from_x, latent.rank
+            key_dim -= latent.shared_width
+        of_q, of_k, of_v, of_out = biases
+        self.q_proj = nn.Linear(from_x, heads * self.head_dim, of_q, **options)
+        self.k_proj = nn.Linear(from_source, kv_heads * key_dim, of_k, **options)
+        self.v_proj = nn.Linear(from_source, kv_heads * self.value_dim, of_v, **options)
+        self.out_proj = nn.Linear(heads * self.value_dim, self.out_dim, of_out, **options)
 
     def _make_optional_parts(
         self, score_bias: PositionBias | None, *, sink: bool, gate_bias: bool, **options: Any
@@ -183,12 +209,30 @@ class AttentionBase(nn.Module):
         gates = 0 if kind is None else heads * gate_width(kind, self.value_dim)
         self.gate_proj = nn.Linear(self.embed_dim, gates, gate_bias, **options) if gates else None
 
+    def _take_latent(self, latent: Latent, *, k_bias: bool, v_bias: bool) -> None:
+        """Take a latent as an option; a rotation turns the shared key alone."""
+        _check_latent(self, latent, k_bias=k_bias, v_bias=v_bias)
+        self.latent, rotary = latent, self.rotary
+        if isinstance(rotary, Rotary) and rotary.width is None:
+            self.rotary = replace(rotary, width=latent.shared_width)
+
+    def _make_latents(self, latent: Latent, bias: bool, **options: Any) -> None:
+        def make(width: int) -> nn.Linear:
+            return nn.Linear(self.embed_dim, width, bias, **options)
+
+        norm, query_rank = QKNorm(eps=latent.eps), latent.query_rank
+        self.q_latent_proj = make(query_rank) if query_rank else None
+        self.q_latent_norm = norm.module(query_rank, **options) if query_rank else None
+        self.kv_latent_proj, self.shared_k_proj = make(latent.rank), make(latent.shared_width)
+        self.kv_latent_norm = norm.module(latent.rank, **options) if latent.normed else None
+
     def reset_parameters(self) -> None:
         """Initialise all parameters: projections as in ``init``, the sink to 0."""
         initialise_projections(self, self.init)
         if self.sink is not None:
             nn.init.zeros_(self.sink)
-        for module in (self.q_norm, self.k_norm, self.score_bias, self.gate_proj):
+        latents = (getattr(self, name, None) for name in LATENTS)
+        for module in (self.q_norm, self.k_norm, self.score_bias, self.gate_proj, *latents):
             if reset := getattr(module, "reset_parameters", None):  # ALiBi and None have none
                 reset()
 
@@ -220,6 +264,8 @@ class AttentionBase(nn.Module):
             parts.append(f"dropout={self.dropout}")
         if self.output_gate is not None:
             parts.append(f"output_gate={self.output_gate}")
+        if self.latent is not None:
+            parts.append(f"{self.latent}")
         if self.proof:
             parts.append(self.proof)
         return ", ".join(parts)
@@ -286,6 +332,53 @@ def check_options(
         layer.rotary.rotated_width(layer.head_dim)
     check_scale_and_softcap(layer.scale, layer.softcap, dtype=dtype or torch.get_default_dtype())
     check_probability(layer.dropout)
+
+
+def _check_latent(layer: AttentionBase, latent: Any, *, k_bias: bool, v_bias: bool) -> None:
+    is_latent = isinstance(latent, Latent)
+    if not is_latent or latent.rank is None or latent.shared_width is None:
+        raise OptionError(
+            saw=f"latent={latent if is_latent else describe_value(latent)}",
+            needed="a Latent with a rank and a shared_width",
+            do="latent=Latent(rank=512, shared_width=64), of headwise.function",
+        )
+    ranks = {"rank": latent.rank, "shared_width": latent.shared_width}
+    if latent.query_rank is not None:
+        ranks["query_rank"] = latent.query_rank
+    check_positive_whole_numbers(**ranks)
+    width, rotary = latent.shared_width, layer.rotary
+    if isinstance(rotary, Rotary) and rotary.width not in (None, width):
+        raise OptionError(
+            saw=f"{rotary} beside a latent with shared_width={width}",
+            needed="a rotation of the shared key, whole",
+            do=f"Rotary(width={width}), or leave out its width",
+        )
+    if rotary is not None and width % 2:
+        raise OptionError(
+            saw=f"shared_width={width} with a rotation",
+            needed="an even number of channels: two of them turn together",
+            do=f"shared_width={width + 1}, or leave out rotary",
+        )
+    if width >= layer.head_dim:
+        raise OptionError(
+            saw=f"shared_width={width} in a head_dim of {layer.head_dim}",
+            needed="a head_dim that also holds channels of the latent: it is their sum",
+            do=f"head_dim={width} + the channels without rotation, such as {3 * width}",
+        )
+    others = {
+        "num_kv_heads": (layer.num_kv_heads, layer.num_heads),
+        "source_dim": (layer.source_dim, layer.embed_dim),
+        "qk_norm": (layer.qk_norm, None),
+        "k_bias": (k_bias, False),
+        "v_bias": (v_bias, False),
+    }
+    for name, (value, usual) in others.items():
+        if value != usual:
+            raise OptionError(
+                saw=f"{name}={value} with a latent",
+                needed=f"{name}={usual}: one latent of x serves all heads, without a bias",
+                do=f"leave out {name}",
+            )
 
 
 def refuse_in_cross_attention(name: str, option: object, source: str) -> NoReturn:

@@ -32,7 +32,8 @@ class Cache:
 
     Args:
         k: empty buffer of the keys, (batch, kv_heads, slots, head_dim).
-        v: empty buffer of the values, (batch, kv_heads, slots, value_dim).
+        v: empty buffer of the values, (batch, kv_heads, slots, value_dim). A value_dim of 0 is that
+            of a latent, which stands in ``k`` behind the shared key.
         window: the number of earlier tokens that a query may attend to; older ones are dropped
             when the slots are full. None: no token is dropped.
         owner: the ``identity`` of the layer that made the cache.
@@ -52,6 +53,14 @@ class Cache:
         self.dropped = 0
         self.padding: Tensor | None = None
         self.needs_mask = False
+
+    @property
+    def form(self) -> str:
+        """The numbers of a token, in words."""
+        _, kv_heads, _, width = self._k.shape
+        if not self._v.shape[3]:
+            return f"latent and shared key, {width} numbers a token"
+        return f"kv_heads={kv_heads}, head_dim={width}, value_dim={self._v.shape[3]}"
 
     @property
     def seen(self) -> int:
@@ -224,11 +233,10 @@ class Cache:
             )
 
     def __repr__(self) -> str:
-        batch, kv_heads, slots, head_dim = self._k.shape
+        batch, _, slots, _ = self._k.shape
         size = sum(buffer.numel() * buffer.element_size() for buffer in (self._k, self._v))
         options = [
-            f"batch={batch}, kv_heads={kv_heads}, head_dim={head_dim}",
-            f"value_dim={self._v.shape[3]}, {str(self._k.dtype).removeprefix('torch.')}",
+            f"batch={batch}, {self.form}, {str(self._k.dtype).removeprefix('torch.')}",
             f"{self.length} of {slots} slots, {human_bytes(size)}",
         ]
         if self.window is not None:

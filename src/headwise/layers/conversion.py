@@ -11,12 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import DTypeError, OptionError
+from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.function import spec as rules
 from headwise.function.distance import slopes_of
 from headwise.function.gate import kind_of_width
 from headwise.function.rotary import Rotary
-from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, Softcap
+from headwise.function.spec import (
+    ABSENT,
+    FROM_CONFIG,
+    USUAL_SCALE,
+    AttentionSpec,
+    Latent,
+    Softcap,
+)
 from headwise.function.weights import NORMS, State, bias_of
 from headwise.layers.base import AttentionBase
 from headwise.layers.distance import Alibi, AlibiSlopes, T5Bias, T5BucketTable
@@ -53,14 +60,17 @@ def canonical_tensors_of_module(
     rotary, sizes = options.get("rotary"), {k: n for k, n in heads.items() if n is not None}
     if rotary is not None:
         source.require_whole(state)
-        if rotary.width is None and source.function.is_rotary_width_open:
+        is_told = not source.function.is_rotary_width_open or "wr" in source.rotated
+        if rotary.width is None and not is_told:
             raise OptionError(
                 saw=f"{rotary} without a width",
                 needed=f"a width, since {source.name} may rotate a part of each head",
                 do="pass Rotary(width=...): rotary_dim in the model's config, or head_dim for all",
             )
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        sizes["rotary_width"] = rotary.width or source.sizes(shapes, sizes)["head_dim"]
+        solved = source.sizes(shapes, sizes)
+        width = solved.get("shared_width", solved["head_dim"])
+        sizes["rotary_width"] = rotary.width or width
     return source.unpack(state, **sizes)
 
 
@@ -107,14 +117,36 @@ def constructor_arguments_from_weights(
     }
     biases = ("q", "k", "v", "out", "gate")
     options |= {f"{name}_bias": f"b{name[0]}" in canonical for name in biases}
-    if source_dim != embed_dim:
-        options["source_dim"] = source_dim
     sized = replace(function, num_heads=heads, head_dim=head_dim)
+    if "wc" in canonical:
+        options |= {"embed_dim": canonical["wc"].shape[1], "latent_bias": "bc" in canonical}
+        sized = replace(sized, latent=_latent_of_weights(canonical, function.compressed))
+    elif source_dim != embed_dim:
+        options["source_dim"] = source_dim
     return options | options_of_spec(sized) | dict(user_options)
+
+
+def _latent_of_weights(canonical: State, stated: Latent | None) -> Latent:
+    a, c, r = (canonical.get(name) for name in ("wa", "wc", "wr"))
+    assert c is not None
+    assert r is not None
+    key_dim, head_dim, shared = canonical["wk"].shape[1], canonical["wq"].shape[1], r.shape[0]
+    if key_dim + shared != head_dim:
+        raise ShapeError(
+            saw=f"keys of {key_dim} channels from the latent and {shared} that heads share, and "
+            f"queries of {head_dim}",
+            needed=f"queries of {key_dim + shared} channels, the sum of both",
+            do="give the heads that the model has, or the layout that its weights are in",
+        )
+    rank = None if a is None else a.shape[0]
+    sizes: dict[str, Any] = {"rank": c.shape[0], "shared_width": r.shape[0], "query_rank": rank}
+    return replace(stated or Latent(), **sizes, normed="c_norm" in canonical)
 
 
 def layout_of_layer(layer: AttentionBase) -> Layout:
     norm = layer.qk_norm
+    if layer.latent is not None:
+        return layout("headwise-latent")
     return layout("headwise-width-norm" if norm and norm.over == "width" else "headwise")
 
 
@@ -122,7 +154,8 @@ def layer_state_dict_from_canonical(canonical: State, layer: AttentionBase) -> d
     """Return the layer's state_dict from canonical tensors, head_dim in its rotation's order."""
     if layer.rotary is not None and layer.rotary.pairing != "half-split":
         width = layer.rotary.rotated_width(layer.head_dim)
-        canonical = pattern.to_interleaved(canonical, width=width)
+        rotated = layout_of_layer(layer).rotated
+        canonical = pattern.to_interleaved(canonical, width=width, rotated=rotated)
     if layer.qk_norm is not None and layer.qk_norm.kind == "layer":  # ESM C's have no bias
         norms = {bias_of(n): torch.zeros_like(x) for n, x in canonical.items() if n in NORMS}
         canonical = norms | canonical
@@ -139,7 +172,8 @@ def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
     canonical = state_per_head(layer, state)
     if layer.rotary is None or layer.rotary.pairing == "half-split":
         return canonical
-    return pattern.to_half_split(canonical, width=layer.rotary.rotated_width(layer.head_dim))
+    width, rotated = layer.rotary.rotated_width(layer.head_dim), layout_of_layer(layer).rotated
+    return pattern.to_half_split(canonical, width=width, rotated=rotated)
 
 
 # ---- the function -------------------------------------------------------------------------------
@@ -163,6 +197,7 @@ def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
         score_bias=_score_bias_rule(layer.score_bias),
         window=ABSENT if layer.window is None else layer.window,
         output_gate=layer.output_gate or ABSENT,
+        latent=layer.latent or ABSENT,
     )
 
 
@@ -204,6 +239,8 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
         options["window"] = spec.window
     if isinstance(spec.output_gate, str):
         options["output_gate"] = spec.output_gate
+    if spec.compressed is not None and spec.compressed.rank is not None:
+        options["latent"] = spec.compressed
     return options
 
 

@@ -102,9 +102,11 @@ class LayerExplanation:
     projections: tuple[str, ...]  # one line for each projection: name, kind, GFLOP, widths
     matrix: Explanation  # the kernels of the attention matrix
     weights: str | None = None  # how returned weights are computed; None where there are none
+    form: str | None = None  # of keys and values from a latent, and why; None for those of tokens
 
     def __str__(self) -> str:
         weights = [] if self.weights is None else [f"weights: {self.weights}"]
+        weights += [] if self.form is None else [f"latent: {self.form}"]
         tokens = f"tokens: {self.tokens}"
         return "\n".join([tokens, *weights, *self.projections, str(self.matrix)])
 

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
-from headwise.function.weights import AXES, BIASES, NORMS, OPTIONAL, State
+from headwise.function.weights import (
+    AXES,
+    BIASES,
+    NORMS,
+    OPTIONAL,
+    ROTATED,
+    ROTATED_WITH_LATENT,
+    State,
+    add_wider,
+)
 from headwise.layouts import pattern as notation
 from headwise.layouts.pattern import Pattern, Sizes, Splits, parse_pattern, solve_axis_sizes
 from headwise.support.lazy import ShownInNotebook
@@ -60,6 +69,8 @@ class Layout(ShownInNotebook):
         function: what is in no tensor; a rotation turns the channels that are pairs in ``rows``.
         rows: the order of the rotated channels of a head: "half-split", those that turn together
             half of the rotated width apart, or "interleaved", side by side.
+        rotated_last: True if the channels of a query that meet a shared key stand last in its head;
+            they are the first in the canonical form.
         mask: what a layer's own mask means: "True attends", "True hides" or "added".
         axes: of its input: "batch length width", "length batch width" or "length width"; the two
             are conventions of a call, which any caller can follow.
@@ -82,6 +93,7 @@ class Layout(ShownInNotebook):
     sharded_also: Mapping[str, str] = field(default_factory=dict)
     function: AttentionSpec = field(default_factory=AttentionSpec)
     rows: Pairing = "half-split"
+    rotated_last: bool = False
     mask: Literal["True attends", "True hides", "added"] | None = None
     axes: str | None = "batch length width"
     unchecked: str = ""
@@ -218,8 +230,11 @@ class Layout(ShownInNotebook):
         canonical: State = {}
         for name, tensor in stored.items():
             canonical |= notation.unpack_tensor(patterns[name], tensor, sizes, splits)
+        if self.rotated_last:
+            canonical = notation.roll_query_channels(canonical, by=self.rotary_width(sizes))
         if self.rows == "interleaved":
-            return notation.to_half_split(canonical, width=self.rotary_width(sizes))
+            options: Any = {"width": self.rotary_width(sizes), "rotated": self.rotated}
+            return notation.to_half_split(canonical, **options)
         return canonical
 
     def write(self, canonical: Mapping[str, Tensor], *, sizes: Sizes) -> State:
@@ -228,7 +243,10 @@ class Layout(ShownInNotebook):
 
         state, splits = dict(canonical), self.axis_splits_with_defaults
         if self.rows == "interleaved":
-            state = notation.to_interleaved(state, width=self.rotary_width(sizes))
+            options: Any = {"width": self.rotary_width(sizes), "rotated": self.rotated}
+            state = notation.to_interleaved(state, **options)
+        if self.rotated_last:
+            state = notation.roll_query_channels(state, by=-self.rotary_width(sizes))
         self._require_places_for_tensors(
             name
             for name in state.keys() - self.canonical_tensor_names
@@ -284,7 +302,8 @@ class Layout(ShownInNotebook):
                     needed=f"{name} {size}: {self.name} has no other",
                     do="give the counts that the model has, or the layout that it is in",
                 )
-        sizes = solve_axis_sizes(shapes, {**known, **self.fixed}, self.axis_splits_with_defaults)
+        known, splits = {**known, **self.fixed}, self.axis_splits_with_defaults
+        sizes = add_wider(solve_axis_sizes(shapes, known, splits))
         if self.rows == "interleaved" and "rotary_width" in sizes:
             self.rotary_width(sizes)  # raises before any tensor is converted
         return sizes
@@ -304,7 +323,7 @@ class Layout(ShownInNotebook):
             ShapeError: the number is odd, or larger than head_dim.
         """
         head_dim = sizes["head_dim"]
-        if self.function.is_rotary_width_open and "rotary_width" not in sizes:
+        if self.function.is_rotary_width_open and not {"rotary_width", "shared_width"} & {*sizes}:
             raise OptionError(
                 saw=f"{self.name}, whose heads may be rotated in part, and no rotary_width",
                 needed="a rotary_width: only rotated channels are reordered",
@@ -312,7 +331,7 @@ class Layout(ShownInNotebook):
                 f"{head_dim} for all",
                 parameter="rotary_width",
             )
-        width = sizes.get("rotary_width", head_dim)
+        width = sizes.get("rotary_width", sizes.get("shared_width", head_dim))
         if width % 2 or width > head_dim:
             raise ShapeError(
                 saw=f"a rotary_width of {width} in a head_dim of {head_dim}",
@@ -355,6 +374,16 @@ class Layout(ShownInNotebook):
     def canonical_tensor_names(self) -> set[str]:
         """The canonical tensors that have a place here."""
         return {tensor for pattern in self.patterns.values() for tensor in pattern.tensors}
+
+    @cached_property
+    def rotated(self) -> tuple[str, ...]:
+        """The canonical tensors whose leading channels turn, where the function rotates."""
+        held = {tensor for name in self.required for tensor in self.patterns[name].tensors}
+        return ROTATED_WITH_LATENT if "wr" in held else ROTATED
+
+    def is_ordered_as(self, other: Layout) -> bool:
+        """True if the channels of a head have the same order in both layouts."""
+        return (self.rows, self.rotated_last) == (other.rows, other.rotated_last)
 
     def _require_places_for_tensors(self, tensors: Iterable[str]) -> None:
         if placeless := sorted({*tensors} - self.canonical_tensor_names):

@@ -25,12 +25,16 @@ EXAMPLE: Sizes = {
     "heads": 4,
     "kv_heads": 2,
     "head_dim": 4,
+    "key_dim": 4,
     "value_dim": 4,
     "embed_dim": 12,
+    "query_dim": 12,
     "source_dim": 12,
     "out_dim": 12,
     "buckets": 5,
     "gate_width": 4,
+    "shared_width": 2,
+    "rank": 6,
 }
 WIDTH = 76  # of the text
 MOST_LINES = 12  # for one axis
@@ -42,7 +46,8 @@ _WORDS = {
     "output_gate": "output gate",
     "mask": "its own mask",
 }
-_PER_HEAD, _WITHIN = {"heads", "kv_heads"}, {"head_dim", "value_dim", "gate_width"}
+_PER_HEAD = {"heads", "kv_heads"}
+_WITHIN = {"head_dim", "key_dim", "value_dim", "gate_width", "shared_width"}
 _MOST = 1 << 20  # heads of a tensor, and channels of a head
 
 Owners = tuple[tuple[str, tuple[int, ...]], ...]
@@ -102,6 +107,8 @@ def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
     base = dict(EXAMPLE)
     if "heads" in layout.splits:  # two in each of its parts
         base["heads"] = 2 * prod(layout.fixed.values())
+    if "wr" in layout.rotated:  # a key of a head begins with the shared one
+        base["key_dim"] = base["head_dim"] - base["shared_width"]
     # A width that is not given follows from those that are.
     requested = dict(given)
     if "embed_dim" not in given and {"heads", "head_dim"} & given.keys():
@@ -204,7 +211,8 @@ def _canonical_sizes(layout: Layout, sizes: Mapping[str, int], rotated: Mapping[
         tensor: tuple(sizes[axis] for axis in AXES[tensor])
         for tensor in layout.canonical_tensor_names
     }
-    width = {"rotary_width": rotated.get("rotary_width", rotated["head_dim"])}
+    whole = rotated["shared_width" if "wr" in layout.rotated else "head_dim"]
+    width = {"rotary_width": rotated.get("rotary_width", whole)}
     return layout.canonical_sizes(shapes, width)
 
 

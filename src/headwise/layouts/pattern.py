@@ -20,7 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING, SupportsIndex
 
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.function.weights import AXES, ROTATED, WIDER, State
+from headwise.function.weights import AXES, CHANNELS, QUERIES, ROTATED, WIDER, State
 from headwise.support.text import nearest_counts
 
 if TYPE_CHECKING:
@@ -148,25 +148,38 @@ def require_one_dtype(dtypes: Mapping[str, torch.dtype]) -> None:
         )
 
 
-def to_half_split(state: State, *, width: int) -> State:
+def to_half_split(state: State, *, width: int, rotated: tuple[str, ...] = ROTATED) -> State:
     """Reorder the first ``width`` channels from pairs (2i, 2i + 1) to (i, i + width / 2)."""
-    return {name: _reorder_channels(name, x, width, (width // 2, 2)) for name, x in state.items()}
+    shape = (width // 2, 2)
+    return {
+        n: _reorder_channels(n, x, width, shape) if n in rotated else x for n, x in state.items()
+    }
 
 
-def to_interleaved(state: State, *, width: int) -> State:
+def to_interleaved(state: State, *, width: int, rotated: tuple[str, ...] = ROTATED) -> State:
     """Reorder the first ``width`` channels from pairs (i, i + width / 2) to (2i, 2i + 1)."""
-    return {name: _reorder_channels(name, x, width, (2, width // 2)) for name, x in state.items()}
+    shape = (2, width // 2)
+    return {
+        n: _reorder_channels(n, x, width, shape) if n in rotated else x for n, x in state.items()
+    }
 
 
 def _reorder_channels(name: str, x: Tensor, width: int, shape: tuple[int, int]) -> Tensor:
     import torch
 
-    if name not in ROTATED:
-        return x
-    axis = AXES[name].index("head_dim")
+    axis = _find_channel_axis(name)
     rotated, rest = x.split([width, x.shape[axis] - width], dim=axis)
     turned = rotated.unflatten(axis, shape).transpose(axis, axis + 1).flatten(axis, axis + 1)
     return turned if not rest.shape[axis] else torch.cat([turned, rest], dim=axis)
+
+
+def _find_channel_axis(name: str) -> int:
+    return next(dim for dim, axis in enumerate(AXES[name]) if axis in CHANNELS)
+
+
+def roll_query_channels(state: State, *, by: int) -> State:
+    """Move the last ``by`` channels of each head's queries to its front; the first, if negative."""
+    return {n: x.roll(by, _find_channel_axis(n)) if n in QUERIES else x for n, x in state.items()}
 
 
 _TOKEN = re.compile(r"\s*(?:([A-Za-z_][\w.{}]*:?)|([()\[\]|])|(\S))")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwise.errors import DTypeError, HeadwiseError, OptionError, ShapeError
 from headwise.function.spec import require_conflicts_accepted
-from headwise.function.weights import ROTATED, State
+from headwise.function.weights import State
 from headwise.layouts import modules as naming
 from headwise.layouts import pattern as notation
 from headwise.layouts import registry
@@ -409,7 +409,10 @@ def _is_stored_alike(source: Layout, target: Layout, stored: list[str], written:
     return (
         (mine.axes, mine.tensors) == (theirs.axes, theirs.tensors)
         and source.axis_splits_with_defaults == target.axis_splits_with_defaults
-        and (source.rows == target.rows or {*ROTATED}.isdisjoint(mine.tensors))
+        and (
+            source.is_ordered_as(target)
+            or {*source.rotated, *target.rotated}.isdisjoint(mine.tensors)
+        )
     )
 
 

@@ -109,8 +109,8 @@ OTHERS = {
         "it holds the adapters of peft, without the weights that they change",
         "PeftModel.from_pretrained(model, path).merge_and_unload().save_pretrained(folder)",
     ),
-    r"\.(kv_a_proj_with_mqa|kv_a_layernorm|kv_b_proj)\.": Obstacle(
-        "its attention is latent: keys and values come from one narrow projection",
+    r"\.(self_attn|attention)\.(indexer|q_gate_proj)\.": Obstacle(
+        "its attention chooses keys, or has gates of the latent of queries",
         "headwise scan runs such a model; its weights have no layout",
     ),
     r"\.(pos_key_proj|pos_query_proj|pos_proj|pos_q_proj|linear_pos|pos_bias_u|r_net|r_w_bias"

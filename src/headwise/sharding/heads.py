@@ -29,7 +29,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from headwise.errors import OptionError, ShapeError
 from headwise.layers import conversion
 from headwise.layers.attention import Attention
-from headwise.layers.base import HeadPart
+from headwise.layers.base import LATENTS, HeadPart
 from headwise.layers.distance import T5BucketTable
 from headwise.layers.linear import apply_linear
 from headwise.layers.norm import Norm
@@ -256,7 +256,8 @@ def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> N
             _change_class(module, RankSummedOutputProjection, part=part)
         elif isinstance(module, nn.Linear):
             # The norm of a width needs the keys of all heads; it leaves out those of other ranks.
-            is_all = not is_whole or (is_width and name == "k_proj")
+            # Latents have no heads.
+            is_all = not is_whole or (is_width and name == "k_proj") or name in LATENTS
             _change_class(module, HeadsProjection, channels=None if is_all else rows)
         elif isinstance(module, Norm) and is_width and not is_whole:
             _change_class(module, WidthNormOverRanks, part=part, width=len(module.weight))

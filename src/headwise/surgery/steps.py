@@ -252,6 +252,8 @@ def require_free_keys(spec: AttentionSpec) -> None:
     """Raise OptionError where more than a rotation tells the channels of keys apart."""
     if spec.qk_norm:
         raise _channels_differ("keys", "a norm of queries and keys")
+    if spec.latent:
+        raise _channels_differ("keys", "a key that all heads share")
     if spec.clip is not ABSENT:
         raise _channels_differ("keys", "projections that are clipped")
     if isinstance(spec.rotary, Other):

@@ -141,10 +141,11 @@ def test_each_move_carries_a_cause_with_a_page(sizes: tuple[int, int, int, int])
 def test_causes_without_a_search_of_their_own_are_those_of_moves() -> None:
     rows = projections("gqa-of-4")
     shapes = [RowSizes(*sizes) for sizes in ((4, 4, 8, 8), (6, 2, 10, 10))]
+    shapes += [RowSizes(4, 4, 8, 8, rotary_width=4, roles=("q", "o"))]  # with a latent
     moved = {
         name.cause
         for sizes in shapes
-        for row_map in make_row_map_catalogue(sizes, (40,) * 4).maps
+        for row_map in make_row_map_catalogue(sizes, (40,) * len(sizes.roles)).maps
         for name in row_map.names
     }
     moved |= {each.names[0].cause for each in list_matrix_maps(rows, RowSizes.of(rows))}

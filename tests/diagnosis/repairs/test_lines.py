@@ -12,7 +12,7 @@ from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.function import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 from headwise.function.lines import Code
-from headwise.function.records import STAGES
+from headwise.function.records import stages_of
 from headwise.identify.catalogue import CAUSES, PROJECTED, Cause
 from headwise.layers import Alibi, QKNorm, T5Bias
 from tests.diagnosis.repairs.code import define, name_weights
@@ -71,7 +71,7 @@ def test_the_lines_of_all_places_are_the_layer(shape: str, language: str) -> Non
 
 def write_stages(code: Code) -> list[str]:
     """Lines of all stages; a norm may follow the rotation."""
-    norm, stages = code.settings.norm, [*STAGES.values()]
+    norm, stages = code.settings.norm, [*stages_of(code.settings).values()]
     if norm is not None and norm.place == "after":
         stages[3:7] = *stages[5:7], *stages[3:5]
     places = ((place, stage.role) for stage in stages for place in stage.write)

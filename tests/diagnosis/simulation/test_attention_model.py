@@ -12,7 +12,6 @@ from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.explained import search_causes
 from headwise.diagnosis.simulation.gaps import allowed_difference, measure_gaps
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
-from headwise.function.records import STAGES
 from headwise.function.scaling import YarnScaling
 from headwise.function.weights import sizes_of
 from headwise.identify.catalogue import CAUSES
@@ -24,8 +23,9 @@ def test_every_stage_agrees_with_the_reference_to_rounding(geometry: Geometry) -
     probes = [default_probe, padded_probe] + [decoding_probe] * (not geometry.cross)
     for probe in probes:
         calls = record(layer, probe(geometry, Draw("probe", geometry.name)))
-        gaps = measure_gaps(model_of(layer), calls)
-        assert {stage for stage, _, _ in gaps.cells} == {*STAGES}
+        model = model_of(layer)
+        gaps = measure_gaps(model, calls)
+        assert {stage for stage, _, _ in gaps.cells} == {*model.stages}
         assert gaps.cells_beyond_rounding == []
 
 
@@ -80,4 +80,9 @@ def test_the_rounding_of_head_outputs_is_as_large_as_the_values() -> None:
 def test_sizes_are_those_of_the_axes() -> None:
     weights = {"bo": torch.ones(6), "wv": torch.ones(2, 3, 5), "wq": torch.ones(4, 7, 9)}
     sizes = {"heads": 4, "head_dim": 7, "embed_dim": 9, "kv_heads": 2, "value_dim": 3}
-    assert sizes_of(weights) == {**sizes, "source_dim": 5, "out_dim": 6}
+    assert sizes_of(weights) == {
+        **sizes,
+        "source_dim": 5,
+        "out_dim": 6,
+        "query_dim": 9,
+    }

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headwise import Mask, MultiheadAttention, Rotary, ScoreBias
+from headwise.function import Latent
 from headwise.layers.distance import T5Bias
 from headwise.layers.norm import QKNorm
 from tests.sharding.counted_bytes import counted_bytes
@@ -24,6 +25,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({"score_bias": T5Bias(buckets=8, max_distance=20)}, "split"),
     "one kv head": ({"num_kv_heads": 1, "qk_norm": QKNorm()}, "replicate"),
     "output gate": ({"output_gate": "channel", "num_kv_heads": 4}, "split"),
+    "latent": ({"latent": Latent(rank=9, shared_width=4, query_rank=7)}, "split"),
     "cross attention": ({"source_dim": 33}, "split"),
 }
 WIDTH = {

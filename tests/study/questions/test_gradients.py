@@ -9,6 +9,7 @@ from torch import Tensor
 from headwise.function import stages
 from headwise.layers import attention
 from headwise.layers.attention import Attention
+from headwise.layers.latent import Product
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study.implementations import SharedWeights
 from headwise.study.questions import gradients
@@ -57,29 +58,29 @@ def test_one_softmax_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_heads_whose_queries_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = attention._matrix_and_values
+    operands = attention._product_of_call
 
-    def mixed(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
-        matrix, v = operands(self, *call)
+    def mixed(self: Attention, *call: Any) -> Product:
+        product = operands(self, *call)
         if self.num_heads > 1:
-            matrix.q = matrix.q + 0.01 * matrix.q.roll(1, dims=1)
-        return matrix, v
+            product.matrix.q = product.matrix.q + 0.01 * product.matrix.q.roll(1, dims=1)
+        return product
 
-    monkeypatch.setattr(attention, "_matrix_and_values", mixed)
+    monkeypatch.setattr(attention, "_product_of_call", mixed)
     found = failed_facts("gradients")
     assert any("exactly zero in all other weights" in words for words in found)
 
 
 def test_scores_that_values_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that are a little of the values too, as where both share one projection."""
-    operands = attention._matrix_and_values
+    operands = attention._product_of_call
 
-    def shared(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
-        matrix, v = operands(self, *call)
-        matrix.k = matrix.k + 1e-3 * self.v_proj.weight.sum()
-        return matrix, v
+    def shared(self: Attention, *call: Any) -> Product:
+        product = operands(self, *call)
+        product.matrix.k = product.matrix.k + 1e-3 * self.v_proj.weight.sum()
+        return product
 
-    monkeypatch.setattr(attention, "_matrix_and_values", shared)
+    monkeypatch.setattr(attention, "_product_of_call", shared)
     assert any("exactly zero in all other weights" in words for words in failed_facts("gradients"))
 
 

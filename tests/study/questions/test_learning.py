@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from headwise.layers import attention
 from headwise.layers.attention import Attention
+from headwise.layers.latent import Product
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study.questions import learning
 from headwise.study.questions.learning import LabelledTexts
@@ -54,14 +55,15 @@ def test_both_lookups_are_about_the_same_token(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_heads_that_all_attend_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = attention._matrix_and_values
+    operands = attention._product_of_call
 
-    def alike(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
-        matrix, v = operands(self, *call)
-        first = (x[:, :1].expand_as(x).contiguous() for x in (matrix.q, matrix.k))
-        return AttentionMatrix(*first), v
+    def alike(self: Attention, *call: Any) -> Product:
+        product = operands(self, *call)
+        both = product.matrix.q, product.matrix.k
+        first = (x[:, :1].expand_as(x).contiguous() for x in both)
+        return product._replace(matrix=AttentionMatrix(*first))
 
-    monkeypatch.setattr(attention, "_matrix_and_values", alike)
+    monkeypatch.setattr(attention, "_product_of_call", alike)
     found = " ".join(failed_facts("learning"))
     assert "two heads left less than half" in found
     assert "each of two heads learned one lookup" in found

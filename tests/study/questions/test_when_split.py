@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from headwise.layers import attention, checks
 from headwise.layers.attention import Attention
+from headwise.layers.latent import Product
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study import implementations
 from headwise.study.implementations import TorchLayer
@@ -31,18 +32,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(when_split, "SIZES", {"batch": 1, "length": 6, "embed_dim": 32, "heads": 2})
 
 
-def operands_split_first(self: Attention, frame: Any, call: Any) -> tuple[AttentionMatrix, Tensor]:
+def operands_split_first(self: Attention, frame: Any, call: Any) -> Product:
     """x is cut into heads, and each part is projected by a block of the weights."""
     cut = frame.x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
     q, k, v = (
         cut @ when_split.diagonal_blocks(projection.weight, self.num_heads).mT
         for projection in (self.q_proj, self.k_proj, self.v_proj)
     )
-    return AttentionMatrix(q, k), v
+    return Product(AttentionMatrix(q, k), v, lambda outputs: outputs)
 
 
 def test_a_layer_that_splits_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_matrix_and_values", operands_split_first)
+    monkeypatch.setattr(attention, "_product_of_call", operands_split_first)
     said = failing(ask("when-split"))
     assert any("splits into heads" in words and "3 come after" in words for words in said)
     assert any("depend on 16 of 32 inputs" in words for words in said)

@@ -139,7 +139,7 @@ def _positions_in_batch(forced: ForcedStage) -> Tensor:
 def _exchange_batch_and_sequence(forced: ForcedStage, positions: Tensor | None) -> ForcedStage:
     """Return the stage with what it is made of along the batch; the caller's mask does not fit."""
     call = forced.call
-    stages = {name: forced[name] for name in STAGES[forced.stage].before}
+    stages = {name: forced[name] for name in forced.model.stages[forced.stage].before}
     stages = {n: x if n == "weights" else x.transpose(0, 2) for n, x in stages.items()}
     inputs = replace(
         call.inputs,
@@ -239,7 +239,7 @@ def _models_by_kv_head(
 
 
 def _take_kv_heads(places: tuple[int, ...], forced: ForcedStage) -> Tensor:
-    source = STAGES[forced.stage].cached
+    source = forced.model.stages[forced.stage].cached
 
     def take(call: RecordedCall) -> RecordedCall:
         taken = replace(forced, call=call)[source][:, list(places)]

@@ -81,7 +81,9 @@ def _compute_from_rounded(dtype: torch.dtype, parts: Sequence[str], forced: Forc
     def round_stages(call: RecordedCall) -> RecordedCall:
         whole = ForcedStage(forced.model, call, forced.stage)
         stages = {
-            name: rounded(whole[name]) for name in parts if name in STAGES[forced.stage].before
+            name: rounded(whole[name])
+            for name in parts
+            if name in forced.model.stages[forced.stage].before
         }
         return call.with_stages({**call.stages, **stages})
 

@@ -21,15 +21,16 @@ from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.records import STAGE_OF, STAGES
 from headwise.function.rounding import default_tolerance
-from headwise.function.weights import State
+from headwise.function.weights import State, kinds_of
 from headwise.identify.catalogue import Cause
 from headwise.identify.moves.find import HeadsAndOutput, find_moves
 from headwise.identify.moves.maps import (
     BIASES,
-    TENSORS,
     MatrixMap,
+    is_of_projections,
     list_roles,
     list_square_roles,
+    view_kind,
 )
 from headwise.identify.moves.move import Move, find_factor_formula
 
@@ -134,7 +135,7 @@ class Evidence:
             for place, move in enumerate(moves):
                 names = (each for each in (move.name, *move.equals) if each.cause == cause)
                 if (name := next(names, None)) is not None:
-                    between = "" if move.kind == TENSORS else " "
+                    between = "" if is_of_projections(move.kind) else " "
                     parameters = {"roles": between.join(name.roles), **dict(name.parameters)}
                     later = {role for after in moves[place + 1 :] for role in after.roles}
                     details = self._describe_factor(parameters)
@@ -160,8 +161,8 @@ class Evidence:
         """Return inputs (tokens, columns) and recorded stage (tokens, rows) of a projection."""
         needed = {"head outputs", "output"} if role == "o" else {role}
         calls = [call for call in self.calls if needed <= set(call.stages)]
-        if not calls:
-            return None
+        if not calls or (role != "o" and self.model.settings.compressed):
+            return None  # a projection of a latent is none of tokens
         recorded = flatten_tokens(call.stages[STAGE_OF[role]] for call in calls)
         if role == "o":
             return flatten_tokens(call.stages["head outputs"] for call in calls), recorded
@@ -215,12 +216,34 @@ def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
     calls = [call for call in evidence.calls if every <= {*call.stages}]
     # Rows of q are found among those of k where both are channels over the same tokens.
     calls = [call for call in calls if call.inputs.source is None] or calls
-    rows = _collect_stage_rows(model, calls) if calls else None
-    if rows is None:
+    if (rows := _collect_stage_rows(model, calls) if calls else None) is None:
         return
-    rotary, weights = model.settings.rotation, model.weights
-    biased = tuple(role for role in "qkv" if f"b{role}" in weights)
     transposed = _predict_with_transposed_square_matrices(model, calls, list_roles(rows[0]))
+    for kind in kinds_of(model.weights):
+        ours, theirs = (_rows_of_kind(model, kind, each) for each in rows)
+        if is_of_projections(kind) and ours:
+            yield from _yield_moves_of_rows(evidence, calls, kind, (ours, theirs), transposed)
+
+
+def _rows_of_kind(model: AttentionModel, kind: Mapping[str, str], rows: State) -> State:
+    """Return the rows of a kind; of a key, those that are no part of the shared one."""
+    seen, key = view_kind(rows, kind), kind.get("k", "")
+    if key in seen and model.settings.compressed is not None:
+        seen[key] = seen[key][:, -model.weights[key].shape[1] :]
+    return seen
+
+
+def _yield_moves_of_rows(
+    evidence: Evidence,
+    calls: Sequence[RecordedCall],
+    kind: Mapping[str, str],
+    rows: tuple[State, State],
+    transposed: State | None,
+) -> Iterator[tuple[Move, ...]]:
+    model = evidence.model
+    rotary, weights = model.settings.rotation, model.weights
+    rotary = rotary if "q" in kind else None  # of a latent, no channel of k turns
+    biased = tuple(role for role in "qkv" if f"b{role}" in weights)
     for still in dict.fromkeys(((), biased)):
         a, b = (_subtract_biases(side, weights, still) for side in rows)
         turned = None if transposed is None else _subtract_biases(transposed, weights, still)
@@ -233,6 +256,7 @@ def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
             tolerance=max(default_tolerance(call.dtype) for call in calls),
         )
         for moves in (report.moves, *report.others):
+            moves = tuple(move.of_kind(kind) for move in moves)
             yield tuple(replace(move, change=replace(move.change, still=still)) for move in moves)
         if not report.unexplained:
             return
@@ -252,7 +276,10 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
         return
     heads = [call.stages["head outputs"].transpose(1, 2).flatten(0, 1) for call in calls]
     outputs = [call.stages["output"].flatten(0, 1) for call in calls]
-    rows, (weight, bias) = model.weights, model.projection("o")
+    rows, (weight, bias) = (
+        view_kind(model.weights, kinds_of(model.weights)[0]),
+        model.projection("o"),
+    )
     shapes = {(*x.shape[1:], *y.shape[1:]) for x, y in zip(heads, outputs, strict=True)}
     if shapes != {tuple(weight.shape)}:
         return

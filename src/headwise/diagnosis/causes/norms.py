@@ -14,7 +14,6 @@ from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Varian
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.errors import OptionError
 from headwise.function.norm import normalise_heads
-from headwise.function.records import STAGES
 from headwise.function.spec import NormRule
 from headwise.function.stages import repeat_kv_heads
 
@@ -168,7 +167,7 @@ def _fit_gain(evidence: Evidence, norm: Norm, *, has_bias: bool) -> tuple[Tensor
     """
     products = list(_products_of_tokens(evidence))
     width = evidence.model.sizes["source_dim"]
-    if not products or width > WIDEST:
+    if not products or width > WIDEST or evidence.model.settings.compressed:
         return None
     size = (1 + has_bias) * width
     square, right = torch.zeros(size, size, dtype=torch.float64), torch.zeros(size).double()
@@ -263,7 +262,7 @@ def _project_normed_input(norm: Norm, of: str, forced: ForcedStage) -> Tensor:
     source = inputs.source
     if source is not None and of != "x":
         source = norm(source.double())
-    return STAGES[forced.stage].compute(forced.with_inputs(x=x, source=source))
+    return forced.model.stages[forced.stage].compute(forced.with_inputs(x=x, source=source))
 
 
 def _add_residual(factor: float, forced: ForcedStage) -> Tensor:

@@ -21,7 +21,7 @@ from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.errors import OptionError
 from headwise.function.records import STAGES
 from headwise.function.spec import ABSENT
-from headwise.function.weights import KINDS, State, bias_of
+from headwise.function.weights import KINDS, State, bias_of, kinds_of
 from headwise.identify.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO, SIGN, Cause
 from headwise.identify.comparison import format_noun_with_numbers
 from headwise.identify.moves import families, find
@@ -36,6 +36,7 @@ from headwise.identify.moves.maps import (
     RowMap,
     RowSizes,
     count_columns,
+    is_of_projections,
     view_kind,
 )
 from headwise.identify.moves.move import (
@@ -66,6 +67,8 @@ Moves = tuple[Move, ...]
 
 def find_output_moves(model: AttentionModel, runs: Runs, *, crosses: bool) -> tuple[Moves, ...]:
     """Return sequences of moves, each of which explains a part of the outputs or all of it."""
+    if model.settings.compressed:  # whose values are no products of tokens
+        return ()
     try:
         sequences = tuple(_Search(model, runs, crosses).yield_moves())
         return tuple(moves for moves in sequences if not any(map(_repeats_head, moves)))
@@ -89,9 +92,11 @@ def _describe_rotation(model: AttentionModel) -> dict[str, Any]:
 def _list_moves(model: AttentionModel, roles: set[str]) -> Iterator[Move]:
     """Yield the named moves of some projections, or of tensors of another kind."""
     rotary = _describe_rotation(model)
-    yield from _MoveList(model.weights, rotary).of_roles(roles, {"g"})
-    for kind in OTHERS:
-        if roles & {*kind.values()} and (rows := view_kind(model.weights, kind)):
+    for kind in kinds_of(model.weights)[:-1]:  # without the output bias, which is read
+        if is_of_projections(kind):
+            moves = _MoveList(view_kind(model.weights, kind), rotary).of_roles(roles, {"g"})
+            yield from (move.of_kind(kind) for move in moves)
+        elif roles & {*kind.values()} and (rows := view_kind(model.weights, kind)):
             moves = _MoveList(rows, rotary).of_roles({*kind}, {*kind})
             yield from (move.of_kind(kind) for move in moves)
 

@@ -88,8 +88,8 @@ def read_output_projection(
 
 def read_values(model: AttentionModel, call: RecordedCall, tolerance: float) -> Read | None:
     """Return the value projection that makes the outputs of sequences of one token."""
-    if "sink" in model.weights or model.scales_values:
-        return None
+    if "sink" in model.weights or model.scales_values or model.settings.compressed:
+        return None  # values of a latent are no products of tokens
     solution = solve(with_constant(call.inputs.key_source[:, 0]), call.stages["output"][:, -1])
     if solution is None or solution.residual > tolerance:
         return None
@@ -108,7 +108,7 @@ def read_values(model: AttentionModel, call: RecordedCall, tolerance: float) -> 
 
 def read_values_by_head(model: AttentionModel, call: RecordedCall, tolerance: float) -> Read | None:
     """Return the value projection that makes the outputs by the weights of the model."""
-    if model.scales_values:
+    if model.scales_values or model.settings.compressed:
         return None
     weights = model.predict_stage("weights", RecordedCall(call.inputs, {}))[:, :, -1]
     x, (heads, _, out_dim) = call.inputs.key_source, model.weights["wo"].shape
@@ -360,7 +360,7 @@ def _record_enlarged(runs: Runs, inputs: Inputs, size: float) -> RecordedCall:
 def _make_pairs(
     model: AttentionModel, counts: tuple[int, int], *, crosses: bool, is_from_zero: bool
 ) -> Inputs:
-    widths = model.sizes["embed_dim"], model.sizes["source_dim"]
+    widths = model.token_widths
     queries = draw_tokens((counts[0], widths[0]), QUERIES).repeat_interleave(counts[1], 0)
     keys = draw_tokens((counts[1], widths[1]), KEYS)
     if is_from_zero:

@@ -100,7 +100,7 @@ class Runs:
         self, model: AttentionModel, batch: int, tokens: int, *, crosses: bool
     ) -> RecordedCall:
         """Return a call of random tokens; where it crosses, of one query and that many keys."""
-        queries, keys = (model.sizes[axis] for axis in ("embed_dim", "source_dim"))
+        queries, keys = model.token_widths
 
         def make() -> RecordedCall:
             x = draw_tokens((batch, 1 if crosses else tokens, queries), SEED)
@@ -112,8 +112,7 @@ class Runs:
 
     def single_call(self, model: AttentionModel, *, crosses: bool) -> RecordedCall:
         """Return a call of sequences of one token, twice as many as it has channels."""
-        width = max(model.sizes[axis] for axis in ("embed_dim", "source_dim"))
-        return self.random_call(model, 2 * width + 10, 1, crosses=crosses)
+        return self.random_call(model, 2 * max(model.token_widths) + 10, 1, crosses=crosses)
 
 
 def draw_tokens(shape: tuple[int, ...], seed: int) -> Tensor:

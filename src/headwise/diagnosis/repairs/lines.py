@@ -133,6 +133,17 @@ WORDS_ALONE: Mapping[Cause, str] = {
     catalogue.NORM_OF_ANOTHER_ROLE: "a norm that is there is left out",
     catalogue.ROTARY_ON_VALUES: "a rotation that is there is left out",
     catalogue.ACTIVATIONS_DTYPE: "a cast that is there is left out",
+    **dict.fromkeys(
+        (
+            catalogue.LATENT_NORM_MISSING,
+            catalogue.LATENT_NORM_EPS,
+            catalogue.LATENT_FACTOR_MISSING,
+            catalogue.ROTATED_CHANNELS_PLACE,
+            catalogue.MSCALE_MISSING,
+            catalogue.MSCALE_OF_ANOTHER_FIELD,
+        ),
+        "of code with a latent, which the lines do not write: the report says what to change",
+    ),
     catalogue.LAYERS_EXCHANGED: "named of whole models: layers are loaded by their number",
     catalogue.LAYERS_OFF_BY_ONE: "named of whole models: layers are loaded by their number",
 }
@@ -196,8 +207,10 @@ def write_weights(named: NamedCause, before: AttentionModel) -> tuple[str, ...]:
 
 
 def _is_plain(settings: AttentionSpec) -> bool:
-    """True for settings that the lines know: no offset of a rotation, no gap in its channels."""
+    """True for settings that the lines know: no latent, no offset of a rotation, no gap in it."""
     rule = settings.rotation
+    if settings.compressed is not None:
+        return False
     return rule is None or (
         isinstance(rule, RotaryRule)
         and rule.span is None

@@ -20,7 +20,6 @@ from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Rec
 from headwise.function import distance, rounding
 from headwise.function.records import FLOAT32, STAGES, largest_bias
 from headwise.function.spec import ABSENT
-from headwise.function.weights import KINDS
 
 MOST_KEPT = 1 << 22  # entries of a tensor whose moved copies are kept
 
@@ -70,7 +69,7 @@ def allowed_difference(forced: ForcedStage) -> Tensor:
     """Return the difference that rounding explains, of the shape of the stage."""
     r = rounding.Roundoff.of(forced.call.dtype, with_reference=False)
     if _can_bound_by_formula(forced):
-        return SIDES * STAGES[forced.stage].bound(forced, r)
+        return SIDES * forced.model.stages[forced.stage].bound(forced, r)
     call, is_bare = forced.call, not forced.call.stages and not forced.model.replaced
     if is_bare and call.dtype != torch.float64:
         exact = forced.result
@@ -91,7 +90,7 @@ def allowed_difference(forced: ForcedStage) -> Tensor:
 def _can_bound_by_formula(forced: ForcedStage) -> bool:
     """True if all that the stage is made of was recorded, in its usual shape."""
     call, stage = forced.call, forced.stage
-    if any(before not in call.stages for before in STAGES[stage].before):
+    if any(before not in call.stages for before in forced.model.stages[stage].before):
         return False
     if stage != "head outputs":
         return True
@@ -138,7 +137,7 @@ def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
     model, call, stage = forced.model, forced.call, forced.stage
     share = rounding.input_share(_count_summed_terms(forced), forced.call.dtype)
     moved = partial(perturb, draw=draw, share=share)
-    used, source = _name_used_weights(call, stage), call.inputs.source
+    used, source = _name_used_weights(model, call, stage), call.inputs.source
     weights = {name: moved(x, name) if name in used else x for name, x in model.weights.items()}
     source = None if source is None else moved(source, "source")
     inputs = replace(call.inputs, x=moved(call.inputs.x, "x"), source=source)
@@ -171,11 +170,11 @@ def _round_bias(u: float, slopes: Tensor, forced: ForcedStage) -> Tensor:
     return scores + u * signs * largest_bias(slopes, forced.call.key_positions)
 
 
-def _name_used_weights(call: RecordedCall, stage: str) -> set[str]:
-    names = {*STAGES[stage].tensors}
-    for earlier in STAGES[stage].before:
+def _name_used_weights(model: AttentionModel, call: RecordedCall, stage: str) -> set[str]:
+    names = {*model.stages[stage].tensors}
+    for earlier in model.stages[stage].before:
         if earlier not in call.stages:
-            names |= _name_used_weights(call, earlier)
+            names |= _name_used_weights(model, call, earlier)
     return names
 
 
@@ -243,8 +242,8 @@ def measure_gaps(
     cells: dict[Cell, Gap] = {}
     # Stages that cannot be computed from recorded ones of other shapes.
     misshapen = set[str]().union(*[list_misshapen_stages(model, call) for call in calls])
-    for stage in STAGES:
-        if not misshapen.isdisjoint(STAGES[stage].before):
+    for stage in model.stages:
+        if not misshapen.isdisjoint(model.stages[stage].before):
             misshapen.add(stage)
         if stage not in stages or stage in misshapen:
             continue
@@ -263,15 +262,15 @@ def list_misshapen_stages(model: AttentionModel, call: RecordedCall) -> set[str]
     """
     has_other_heads: set[str] = set()
     for stage, recorded in call.stages.items():
-        if stage in STAGES and stage != "output":
-            count, width = model.weights[KINDS[0][STAGES[stage].role]].shape[:2]
+        if stage in model.stages and stage != "output":
+            count, width = model.heads_and_width(stage)
             is_square = stage in ("scores", "weights")
             if recorded.shape[1] != count or (recorded.shape[3] != width and not is_square):
                 has_other_heads.add(stage)
     misshapen: set[str] = set()
     if not has_other_heads and len({len(x) for x in call.stages.values()}) == 1:
         return misshapen
-    for record in STAGES.values():
+    for record in model.stages.values():
         batches = {len(call.stages[each]) for each in record.before if each in call.stages}
         if len(batches) > 1 or not (misshapen | has_other_heads).isdisjoint(record.before):
             misshapen.add(record.name)

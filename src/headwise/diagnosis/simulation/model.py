@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.function.records import STAGES
+from headwise.function.records import STAGES, Stage, stages_of
 from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec
 from headwise.function.stages import visible_by_distance
 from headwise.function.weights import KINDS, State, bias_of, sizes_of
@@ -251,6 +251,27 @@ class AttentionModel:
         return self.weights.get(name), self.weights.get(bias_of(name))
 
     @property
+    def token_widths(self) -> tuple[int, int]:
+        """Widths of the tokens of queries, and of those of keys and values."""
+        width = self.sizes["embed_dim"]
+        return width, width if self.settings.compressed else self.sizes["source_dim"]
+
+    @property
+    def stages(self) -> Mapping[str, Stage]:
+        """The stages of the function by name, in order."""
+        return stages_of(self.settings)
+
+    def heads_and_width(self, stage: str) -> tuple[int, int]:
+        """Return the number of heads of a stage before the output, and its channels."""
+        role = self.stages[stage].role
+        if self.settings.compressed is None or role in "ovg":
+            heads, width = self.weights[KINDS[0][role]].shape[:2]
+            return heads, width
+        if role in "cr":
+            return 1, len(self.weights[f"w{role}"])
+        return len(self.weights[f"w{role}"]), self.sizes["head_dim"]
+
+    @property
     def scales_values(self) -> bool:
         """True if factors stand between the projection of values and that of the output."""
         names = {*STAGES["v"].tensors[2:], *STAGES["head outputs"].tensors}
@@ -310,7 +331,7 @@ class AttentionModel:
 
     def predict_all_stages(self, call: RecordedCall) -> dict[str, Tensor]:
         """Return every stage of the call, computed from its inputs alone."""
-        for stage in STAGES:
+        for stage in self.stages:
             call = call.with_stages({**call.stages, stage: self.predict_stage(stage, call)})
         return dict(call.stages)
 
@@ -321,7 +342,7 @@ class AttentionModel:
         """
         narrow = replace(self, weights={name: x.to(dtype) for name, x in self.weights.items()})
         call = replace(call, stages={})
-        for each in STAGES:
+        for each in self.stages:
             is_exact = each in self.replaced
             model, kind = (self, torch.float64) if is_exact else (narrow, dtype)
             result = model.predict_stage(each, call.cast(kind)).to(dtype)
@@ -352,19 +373,24 @@ class ForcedStage:
     # ---- what the formula of the stage reads (`headwise.function.records.Given`) ----------------
 
     @property
+    def record(self) -> Stage:
+        """The record of the stage."""
+        return self.model.stages[self.stage]
+
+    @property
     def role(self) -> str:
         """Whose heads the stage has."""
-        return STAGES[self.stage].role
+        return self.record.role
 
     @property
     def tensors(self) -> list[Tensor | None]:
         """The weights of the stage, None for one that is absent."""
-        return [*map(self.model.weights.get, STAGES[self.stage].tensors)]
+        return [*map(self.model.weights.get, self.record.tensors)]
 
     @property
     def parts(self) -> list[Tensor]:
         """The stages before it; keys and values of all calls."""
-        record = STAGES[self.stage]
+        record = self.record
         parts = [*map(self.__getitem__, record.before)]
         if record.cached and self.call.earlier:
             parts[record.before.index(record.cached)] = self.of_all_calls(record.cached)
@@ -374,12 +400,12 @@ class ForcedStage:
     def tokens(self) -> Tensor:
         """The input of the heads."""
         inputs = self.call.inputs
-        return inputs.key_source if self.role in "kv" else inputs.x
+        return inputs.key_source if self.role in "kvcr" else inputs.x
 
     @property
     def positions(self) -> Tensor:
         """Positions of the tokens, (batch, length)."""
-        return self.call.new_key_positions if self.role in "kv" else self.call.query_positions
+        return self.call.new_key_positions if self.role in "kvcr" else self.call.query_positions
 
     @property
     def key_positions(self) -> Tensor:
@@ -425,7 +451,7 @@ class ForcedStage:
         """Return the stage by the usual function."""
         if self.substitute is not None:
             return self.substitute(replace(self, substitute=None))
-        return STAGES[self.stage].compute(self)
+        return self.record.compute(self)
 
     def __getitem__(self, stage: str) -> Tensor:
         """Return an earlier stage: as recorded, or else computed by the model."""

@@ -144,7 +144,7 @@ def record_steps(
         # A layer may multiply its queries by the scale, and these are no stage of their own.
         if data is not None and call.matrix.scale == 1 != data.settings.factor:
             del stages["q after rotary"]
-        recorded.append(stages)
+        recorded.append(without_other_order(stages, data))
 
     with record_attention(model, on_complete=read, keep_implementation=True) as recorder:
         recorder.begin_input()
@@ -158,6 +158,18 @@ def record_steps(
         kept = {name: x for name, x in stages.items() if name in shared}
         calls.append(RecordedCall(given, {**kept, "output": output}, dtype, tuple(calls)))
     return calls
+
+
+def without_other_order(
+    stages: dict[str, Tensor], data: AttentionModel | None
+) -> dict[str, Tensor]:
+    """Return the stages of a class in whose heads channels have the order of the known attention.
+
+    Classes with a latent put rotated channels last, in the order of either pairing.
+    """
+    if data is None or data.settings.compressed is None:
+        return stages
+    return {name: x for name, x in stages.items() if not name.endswith("after rotary")}
 
 
 def read_captured_call(call: CapturedCall, past: int | None) -> dict[str, Tensor]:

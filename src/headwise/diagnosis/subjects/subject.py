@@ -86,7 +86,7 @@ class Subject(ABC):
         model = self.model
         if model is None:
             return None
-        return model.sizes["embed_dim"], model.sizes["source_dim"]
+        return model.token_widths
 
     @abstractmethod
     def output(self, inputs: Inputs) -> Tensor:

@@ -23,6 +23,7 @@ from headwise.diagnosis.subjects.layers import (
     ModuleData,
     read_attention_modules,
     record_steps,
+    without_other_order,
 )
 from headwise.diagnosis.subjects.run import find_main_tensor, record_layers
 from headwise.diagnosis.subjects.subject import FAILURES, ModuleSubject, describe_error
@@ -162,6 +163,7 @@ class TransformersSubject(ModuleSubject):
         with suppress(OptionError):  # of a module in which no attention is seen
             layers, _ = record_layers(alone, ((inputs, torch.float64), {}))
             stages = dict(layers[0].call.stages) if len(layers) == 1 else {}
+        stages = without_other_order(stages, self.model)
         stages["output"] = self._run(inputs, torch.float64)
         return RecordedCall(inputs, stages, torch.float32)
 

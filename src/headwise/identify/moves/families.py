@@ -266,6 +266,18 @@ def _draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
             yield name, {role: split_pairs(rows, done) for role, rows in moved.items()}
     yield from _draft_wrong_head_counts(sizes)
     yield from _draft_permuted_values(sizes)
+    if sizes.rotary_width and "k" not in sizes.roles:  # of which one key is shared
+        yield from _draft_rotated_channels_place(indices["q"], sizes.rotary_width)
+
+
+def _draft_rotated_channels_place(rows: Tensor, width: int) -> Iterator[Draft]:
+    """Yield queries whose channels that turn are at the other end of each head."""
+    for by, text in ((width, "behind"), (-width, "before")):
+        words = f"the {width} channels that turn are {text} the others"
+        name = MapName(catalogue.ROTATED_CHANNELS_PLACE, words, (), MISSING)
+        yield name, {"q": rows.roll(by, 1)}
+        # as read in the order of the canonical form, of rows that pair channels 2i and 2i + 1
+        yield name, {"q": split_pairs(interleave_pairs(rows, width).roll(by, 1), width)}
 
 
 def _draft_permuted_values(sizes: RowSizes) -> Iterator[Draft]:

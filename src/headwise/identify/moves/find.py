@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.function.rounding import default_tolerance
-from headwise.function.weights import KINDS, State, bias_of
+from headwise.function.weights import State, bias_of, kinds_of
 from headwise.identify.catalogue import BIAS_MISSING, FACTOR, INITIAL_WEIGHTS, ROWS_ZERO, SIGN
 from headwise.identify.comparison import format_noun_with_numbers
 from headwise.identify.moves import families, search
@@ -28,11 +28,11 @@ from headwise.identify.moves import move as changes
 from headwise.identify.moves.maps import (
     BIASES,
     ROLES,
-    TENSORS,
     WEIGHTS,
     MapName,
     RowSizes,
     count_columns,
+    is_of_projections,
     join_rows,
     list_roles,
     view_kind,
@@ -340,7 +340,9 @@ def find_state_moves(
     Raises:
         ShapeError: the two have other sizes.
     """
-    report, *others = (_find_moves_of_kind(kind, a, b, tolerance, options) for kind in KINDS)
+    if "wr" in b:  # a key that all heads share tells how many channels turn
+        options["rotary_width"] = len(b["wr"])
+    report, *others = (_find_moves_of_kind(kind, a, b, tolerance, options) for kind in kinds_of(b))
     moves = [move for each in (report, *others) for move in each.moves]
     unexplained = [role for each in (report, *others) for role in each.unexplained]
     return replace(report, moves=tuple(moves), unexplained=tuple(unexplained))
@@ -370,7 +372,7 @@ def _find_moves_of_kind(
     kept = {f"{letter}{role}" for role in ROLES if role not in apart for letter in "wb"} - {"bo"}
     ours, theirs = ({n: x for n, x in rows.items() if n in kept} for rows in (ours, theirs))
     report = find_moves(ours, theirs, tolerance=tolerance, **options) if ours else NONE
-    more = _find_initial_values(report.unexplained, ours, theirs) if kind is TENSORS else []
+    more = _find_initial_values(report.unexplained, ours, theirs) if is_of_projections(kind) else []
     if lost == ["o"]:
         more.append(Move(MapName(ROWS_ZERO, "", ("o",)), Dropped(("o",))))
     named = {role for move in more for role in move.roles}

@@ -136,16 +136,25 @@ def list_square_roles(rows: State) -> list[str]:
     return [role for role in list_roles(rows) if len({*join_rows(rows, role).shape}) == 1]
 
 
+def is_of_projections(kind: Mapping[str, str]) -> bool:
+    """True if the tensors of a kind are projections of tokens or of latents, by their roles."""
+    return kind.items() <= TENSORS.items()
+
+
 def view_kind(state: State, kind: Mapping[str, str]) -> State:
-    """Return the tensors of a kind by the names of projections, as rows of one column."""
+    """Return the tensors of a kind by the names of projections; vectors are rows of one column."""
     if kind == TENSORS:
         return state
+    if is_of_projections(kind):
+        names = {name for tensor in kind.values() for name in (tensor, bias_of(tensor))}
+        return {name: x for name, x in state.items() if name in names}
     rows = {}
     for role, name in kind.items():
-        for letter, tensor, end in (("w", name, (1,)), ("b", bias_of(name), ())):
+        for letter, tensor in (("w", name), ("b", bias_of(name))):
             if tensor in state:
                 x = state[tensor] if AXES[tensor][0].endswith("heads") else state[tensor][None]
-                rows[f"{letter}{role}"] = x.reshape(len(x), -1, *end)
+                x = x[:, None] if x.dim() == 1 else x
+                rows[f"{letter}{role}"] = x if x.dim() == 3 or letter == "b" else x[..., None]
     return rows
 
 

@@ -24,6 +24,7 @@ from headwise.identify.moves.maps import (
     MatrixMap,
     RowMap,
     RowSizes,
+    is_of_projections,
     take_rows,
     view_kind,
 )
@@ -166,8 +167,8 @@ class Move:
 
     def of_kind(self, kind: Mapping[str, str]) -> Move:
         """Return the move of tensors of a kind."""
-        if kind == TENSORS:
-            return self
+        if is_of_projections(kind):
+            return replace(self, kind=kind)
 
         def rename(name: MapName) -> MapName:
             roles = tuple(kind[role] for role in name.roles)
@@ -204,7 +205,7 @@ _OF_FUSED_ROWS = (
 
 def name_in_kind(kind: Mapping[str, str], text: str) -> str:
     """Return words on projections as words on the tensors of a kind."""
-    names = {} if kind == TENSORS else kind
+    names = {} if is_of_projections(kind) else kind
     return re.sub(r"\b[qkvo]\b", lambda role: names.get(role[0], role[0]), text)
 
 

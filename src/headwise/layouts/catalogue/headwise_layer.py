@@ -1,7 +1,9 @@
 """The layouts of headwise: that of `headwise.Attention`, and the canonical form."""
 
+from dataclasses import replace
 from functools import partial
 
+from headwise.function.spec import ABSENT, FROM_CONFIG
 from headwise.function.weights import AXES
 from headwise.layouts.catalogue import APART, OPEN, describe_layout, head_norms, projections
 
@@ -35,10 +37,33 @@ LAYOUTS = (
         },
         note='with QKNorm(over="width")',
     ),
+    _layer(
+        name="headwise-latent",
+        tensors=_TENSORS
+        | {
+            "q_proj.weight": "wq: (heads head_dim) query_dim",
+            "k_proj.weight": "wk: (heads key_dim) rank",
+            "v_proj.weight": "wv: (heads value_dim) rank",
+            "k_proj.bias": "bk: (heads key_dim)",
+            "v_proj.bias": "bv: (heads value_dim)",
+            "q_latent_proj.weight": "wa: query_dim embed_dim",
+            "q_latent_proj.bias": "ba: query_dim",
+            "q_latent_norm.weight": "a_norm: query_dim",
+            "kv_latent_proj.weight": "wc: rank embed_dim",
+            "kv_latent_proj.bias": "bc: rank",
+            "kv_latent_norm.weight": "c_norm: rank",
+            "shared_k_proj.weight": "wr: shared_width embed_dim",
+            "shared_k_proj.bias": "br: shared_width",
+        },
+        function=replace(OPEN, latent=FROM_CONFIG, qk_norm=ABSENT),
+        splits={"source_dim": ("rank",)},
+        optional=("sink", "wg", "wa", "a_norm", "c_norm"),
+        note="with Latent(...)",
+    ),
     describe_layout(
         name="canonical",
         tensors={name: f"{name}: {' '.join(axes)}" for name, axes in AXES.items()},
-        function=OPEN,
+        function=replace(OPEN, latent=FROM_CONFIG),
         optional=tuple(name for name in AXES if name not in ("wq", "wk", "wv", "wo")),
         source="headwise, src/headwise/function/weights.py",
         note="the form between all layouts: a matrix for each head, and no fused axis",
