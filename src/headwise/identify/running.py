@@ -21,6 +21,7 @@ from headwise.function.stages import repeat_kv_heads, scaled_products, split_hea
 from headwise.identify.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
 from headwise.layers.attention import Attention
 from headwise.layers.conversion import options_of_spec
+from headwise.layers.latent import compress_source
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule
 from headwise.layouts.pattern import Sizes
@@ -288,7 +289,7 @@ def _find_differing_stage(layer: Attention, spec: AttentionSpec, call: CapturedC
         run = layer if x.dtype == torch.float64 else rounded
         if stage == SCORES:
             return compute_scaled_scores(run.matrix(x))
-        v = split_heads(run.v_proj(x), heads=layer.num_kv_heads)
+        v = split_heads(run.v_proj(compress_source(run, x)), heads=layer.num_kv_heads)
         return repeat_kv_heads(v, heads=theirs[VALUES].shape[1])  # some models repeat theirs first
 
     for stage, recorded in theirs.items():
