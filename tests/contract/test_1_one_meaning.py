@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise import Attention, Rotary
+from headwise.function import Latent
 from headwise.function.budget import Budget
 from headwise.layers.norm import QKNorm
 from headwise.masks.mask import Mask
@@ -189,9 +190,11 @@ def test_nan_in_padding_reaches_nothing_of_the_native_layer(
     batch, mask = 1 if name == "packed" else BATCH, STATED[name]
     hidden = ~real_tokens(mask, batch)[..., None]
     x = torch.randn(batch, LENGTH, EMBED)
-    options: dict[str, Any] = {"qk_norm": QKNorm(), "output_gate": "head", "sink": True}
-    for crosses in (False, True):
-        layer = Attention(EMBED, HEADS, **options | ({} if crosses else {"rotary": Rotary()}))
+    options: dict[str, Any] = {"output_gate": "head", "sink": True}
+    latent = {"latent": Latent(rank=5, shared_width=4, query_rank=6), "rotary": Rotary()}
+    kinds = [{"qk_norm": QKNorm(), "rotary": Rotary()}, {"qk_norm": QKNorm()}, latent]
+    for crosses, more in zip((False, True, False), kinds, strict=True):
+        layer = Attention(EMBED, HEADS, **options | more)
         found = []
         for filling in (0.0, torch.nan):
             given = x.masked_fill(hidden, filling).requires_grad_()

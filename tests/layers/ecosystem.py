@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from headwise import Attention, Mask, Rotary
+from headwise.function import Latent
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
 from headwise.testing import Budget
@@ -28,7 +29,7 @@ MakeMask = Callable[..., Mask | None]
 def layer_of(**options: Any) -> Attention:
     """Seeded; no parameter is 0 or 1 by initialisation."""
     torch.manual_seed(1)
-    layer = Attention(EMBED, HEADS, **SIZES, **options)
+    layer = Attention(EMBED, HEADS, **SIZES | options)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -128,6 +129,16 @@ SUBJECTS = (
         inputs=own,
         sink=True,
         softcap=5.0,
+    ),
+    subject(
+        "latent",
+        "a latent of queries, and one of keys and values",
+        tiled=False,
+        mask=Mask.causal,
+        inputs=own,
+        num_kv_heads=HEADS,
+        rotary=Rotary(),
+        latent=Latent(rank=9, shared_width=4, query_rank=11),
     ),
     subject("alibi", "Alibi", tiled=True, mask=Mask.causal, inputs=own, score_bias=Alibi()),
     subject(

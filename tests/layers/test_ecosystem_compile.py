@@ -17,7 +17,7 @@ FILE = Path(__file__).with_name("compiled.py")
 
 @pytest.mark.parametrize(
     ("chosen", "count"),
-    others_extra([("decoding_step or packed", 2), ("test_training and not causal", 5)]),
+    others_extra([("decoding_step or packed", 2), ("test_training and not causal", 6)]),
 )
 def test_compiled(chosen: str, count: int) -> None:
     """All but the training with a causal mask, which tests/layers/test_traced.py runs."""

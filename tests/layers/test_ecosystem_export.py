@@ -12,7 +12,7 @@ FILE = Path(__file__).with_name("exported.py")
 
 @pytest.mark.parametrize(
     ("chosen", "count"),
-    others_extra([("onnx and lengths", 2), ("not causal and not (onnx and lengths)", 11)]),
+    others_extra([("onnx and lengths", 2), ("not causal and not (onnx and lengths)", 12)]),
 )
 def test_exported(chosen: str, count: int) -> None:
     """All but the layer with a causal mask, which tests/layers/test_traced.py exports."""

@@ -1,21 +1,27 @@
 """Decoders whose keys and values come from a latent: the real classes of transformers."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+import headwise
 from headwise import Attention, Mask, Rotary, convert
 from headwise.checkpoints import load_attention
+from headwise.cli.convert import convert as convert_command
 from headwise.errors import OptionError, ShapeError
 from headwise.function import YarnScaling
+from headwise.identify.results import Verdict
 from headwise.layers import latent as forms
 from headwise.layouts.equality import same_bytes
 from headwise.layouts.registry import layout
+from tests.cli.alone import Alone
 from tests.layouts.captured import THETA, angles, captured, model_of
 from tests.layouts.real import Real, assert_gives, assert_same_function
 from tests.quick import others_slow
@@ -138,6 +144,7 @@ def test_rows_of_a_head_in_another_order_are_another_function() -> None:
 
 WAYS = [
     *(("deepseek", to) for to in ("deepseek-demo", "minicpm3", "headwise-latent", "canonical")),
+    *(("deepseek", to) for to in ("deepseek-vllm", "deepseek-sglang")),
     ("deepseek-lite", "deepseek-demo-lite"),
     ("kimi-linear", "headwise-latent"),
     ("bailing-hybrid", "headwise-latent"),
@@ -147,13 +154,24 @@ WAYS = [
 @pytest.mark.parametrize(("name", "other"), WAYS)
 def test_every_bit_comes_back(name: str, other: str) -> None:
     state = CASES[name]().state
-    if "demo" in other:  # it has no biases
+    if other.partition("-")[2] in ("demo", "demo-lite", "vllm", "sglang"):  # without biases
         state = {n: x for n, x in state.items() if "bias" not in n}
     state["kv_b_proj.weight"][3, 2] = -0.0
     there = convert(state, name, other, heads=HEADS)
     back = convert(there, other, name, heads=HEADS)
     assert back.keys() == state.keys()
     assert all(same_bytes(back[n], x) for n, x in state.items())
+
+
+def test_absorbed_matrices_are_slices_of_one() -> None:
+    """As vLLM and SGLang make them when they have loaded a model."""
+    state = {n: x for n, x in deepseek().state.items() if "bias" not in n}
+    up = state["kv_b_proj.weight"].unflatten(0, (HEADS, PLAIN + VALUE))
+    made = convert(state, "deepseek", "deepseek-vllm", heads=HEADS)
+    assert torch.equal(made["W_UK_T"], up[:, :PLAIN])
+    assert torch.equal(made["W_UV"], up[:, PLAIN:].transpose(1, 2))
+    again = convert(made, "deepseek-vllm", "deepseek-sglang", heads=HEADS)
+    assert torch.equal(again["w_kc"], made["W_UK_T"])
 
 
 def test_canonical_queries_begin_with_the_channels_that_turn() -> None:
@@ -226,6 +244,7 @@ def test_longcat_has_two_attentions_in_a_layer(tmp_path: Path) -> None:
     assert layer.latent.scaled
 
 
+@pytest.mark.slow
 def test_a_temperature_by_position_is_no_part_of_the_layer(tmp_path: Path) -> None:
     """A layer without it is equal up to the length where it begins."""
     pytest.importorskip("transformers")
@@ -271,3 +290,49 @@ def test_steps_with_a_cache_equal_the_class(tmp_path: Path) -> None:
         expected = module(part, given, mask[None, None], past_key_values=past)[0]
         found = layer(part, mask=Mask.causal(), cache=cache)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("deepseek")
+    stored(path, "DeepseekV3Config", **EXPERTS)
+    return path
+
+
+@pytest.mark.slow
+def test_compare_with_the_real_module(folder: Path) -> None:
+    """Also in calls with a cache, in which transformers keeps the latent as keys."""
+    transformers = pytest.importorskip("transformers")
+    module = transformers.AutoModel.from_pretrained(folder).layers[0].self_attn
+    layer, x = load_attention(folder), torch.randn(2, 12, EMBED)
+    diagnosis = headwise.compare(module, layer, x)
+    assert diagnosis.verdict is Verdict.UNDER_MASK, str(diagnosis)
+    assert "in calls of" in str(diagnosis)
+    layer.rotary = replace(INTERLEAVED, pairing="half-split", width=SHARED)
+    diagnosis = headwise.compare(layer, module, x)
+    assert diagnosis.function is not None
+    assert [each.name for each in diagnosis.function.causes] == ["rotary pairing"]
+
+
+def test_scan_sees_all_heads(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModel.from_pretrained(folder)
+    scan = headwise.scan(model, {"input_ids": torch.arange(1, 25)[None]})
+    assert "1 layer of 4 heads" in str(scan)
+
+
+def test_detect_convert_and_verify_a_folder(folder: Path, tmp_path: Path) -> None:
+    assert headwise.detect(folder).require_only_layout().name == "deepseek"
+    demo = tmp_path / "demo"
+    Alone(convert_command).run(folder, demo, "--to", "deepseek-demo")
+    report = headwise.verify(folder, demo, outputs=True)
+    assert report
+    assert "output" in str(report)
+    layer = load_attention(demo)
+    assert layer.spec == load_attention(folder).spec
+    state = load_file(demo / "model.safetensors")
+    [name] = [name for name in state if name.endswith("attn.wkv_b.weight")]
+    state[name][:PLAIN] = state[name][:PLAIN].flip(0)
+    save_file(state, tmp_path / "model.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
+    assert not headwise.verify(folder, tmp_path, second_layout="deepseek-demo")

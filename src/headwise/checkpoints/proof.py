@@ -36,6 +36,7 @@ from headwise.function.rounding import (
 )
 from headwise.function.scaling import unscaled_frequencies
 from headwise.layers.attention import Attention
+from headwise.layers.latent import compress_source
 from headwise.masks.mask import Mask
 
 # Settings that act far out, with the numbers that they have in a copy of the config.
@@ -116,7 +117,8 @@ class Probe:
             return None
 
         def run_values(m: Attention, x: Tensor) -> Tensor:
-            values: Tensor = m.v_proj(x if self.call.source is None else self._source(x))
+            source = self._source(x)
+            values: Tensor = m.v_proj(compress_source(m, x if source is None else source))
             return values
 
         def run_heads(m: Attention, x: Tensor) -> Tensor:

@@ -80,9 +80,9 @@ def compress_queries(layer: AttentionBase, x: Tensor) -> Tensor:
 
 
 def compress_source(layer: AttentionBase, source: Tensor) -> Tensor:
-    """Return c, (batch, keys, rank)."""
-    assert layer.latent is not None
-    assert layer.kv_latent_proj is not None
+    """Return what keys and values are projected from: their latent c, or ``source`` itself."""
+    if layer.latent is None or layer.kv_latent_proj is None:
+        return source
     c: Tensor = layer.kv_latent_proj(source)
     if layer.kv_latent_norm is not None:
         c = layer.kv_latent_norm(c)

@@ -32,6 +32,13 @@ _DEMO = {
     "wkv_b.weight": _UP,
     "wo.weight": "wo: embed_dim (heads value_dim)",
 }
+_SERVED = {
+    "q_a_layernorm.weight": "a_norm: query_dim",
+    "q_b_proj.weight": "wq: (heads head_dim) query_dim",
+    "kv_a_layernorm.weight": "c_norm: rank",
+    "o_proj.weight": "wo: embed_dim (heads value_dim)",
+}
+_FUSED = "([wa: query_dim | wc: rank | wr: shared_width]) embed_dim"
 _layer = partial(
     describe_layout,
     where={"self": "model.layers.{layer}.self_attn."},
@@ -53,6 +60,12 @@ _demo = partial(
     "up=ffn.w3.weight down=ffn.w2.weight",
     source="deepseek-ai/DeepSeek-V3, inference/model.py",
     unchecked="its code needs a GPU for its kernels; the names are those of its convert.py",
+)
+
+_served = partial(_layer, where={}, outside="", unchecked="its modules run on a GPU only")
+_ABSORBED = (
+    "The matrices that are absorbed are slices of kv_b_proj, so that every bit comes back; the "
+    "norms of the latents have rms_norm_eps there"
 )
 
 LAYOUTS = (
@@ -121,5 +134,22 @@ LAYOUTS = (
         name="deepseek-demo-lite",
         tensors={"wq.weight": "wq: (heads head_dim) embed_dim"} | _DEMO,
         note="without a latent of queries",
+    ),
+    _served(
+        name="deepseek-vllm",
+        tensors={"fused_qkv_a_proj.weight": _FUSED}
+        | _SERVED
+        | {"W_UK_T": "wk: heads key_dim rank", "W_UV": "wv: heads rank value_dim"},
+        source="vllm-project/vllm, vllm/model_executor/layers/attention/mla_attention.py",
+        note=f"as vLLM holds it in memory, in one tensor-parallel rank. {_ABSORBED}. Its older "
+        "W_Q_UK is a product of two matrices, from which neither comes back",
+    ),
+    _served(
+        name="deepseek-sglang",
+        tensors={"fused_qkv_a_proj_with_mqa.weight": _FUSED}
+        | _SERVED
+        | {"w_kc": "wk: heads key_dim rank", "w_vc": "wv: heads rank value_dim"},
+        source="sgl-project/sglang, python/sglang/srt/models/deepseek_v2.py",
+        note=f"as SGLang holds it in memory, in one tensor-parallel rank. {_ABSORBED}",
     ),
 )
