@@ -32,13 +32,13 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 5_300,
+    "checkpoints": 5_450,
     "cli": 1_950,
     "diagnosis": 13_100,
-    "function": 3_000,
+    "function": 3_400,
     "huggingface": 900,
     "identify": 5_450,
-    "layers": 4_050,
+    "layers": 4_250,
     "layouts": 4_760,
     "masks": 2_400,
     "matrix": 2_400,

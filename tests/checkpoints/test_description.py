@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from headwise import detect, verify
-from headwise.checkpoints.config import ConfigFields, merge_stated_counts
+from headwise.checkpoints.config import merge_stated_counts
 from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.description import (
     KEY,
@@ -23,6 +23,7 @@ from headwise.checkpoints.description import (
     layout_with_described_function,
     read_description,
 )
+from headwise.checkpoints.fields import ConfigFields
 from headwise.checkpoints.source import open_source
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.function.spec import ABSENT, USUAL_SCALE

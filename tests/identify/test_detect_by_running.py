@@ -95,10 +95,10 @@ def test_rounding_is_no_difference(kind: str, dtype: torch.dtype) -> None:
 
 def test_a_rotation_without_a_counterpart_refutes_nothing() -> None:
     model, config = model_of("Llama")
-    config["rope_parameters"] = {"rope_type": "longrope", "factor": 2.0}
+    config["rope_parameters"] = {"rope_type": "axial", "factor": 2.0}
     found = detect_by_names_and_shapes(model.state_dict(), **read_stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (1, 40))}
-    with pytest.raises(OptionError, match="the rotary scaling 'longrope'"):
+    with pytest.raises(OptionError, match="the rotary scaling 'axial'"):
         narrow_by_running(found, model.state_dict(), model, inputs, config)
 
 

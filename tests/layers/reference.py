@@ -103,6 +103,6 @@ def rotated(x: Tensor, rotary: Rotary) -> Tensor:
         interleaved = rotary.pairing == "interleaved"
         i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + width // 2)
         cos, sin = angles[:, pair].cos(), angles[:, pair].sin()
-        out[i] = (x[..., i] * cos - x[..., j] * sin) * rotary.attention_factor
-        out[j] = (x[..., i] * sin + x[..., j] * cos) * rotary.attention_factor
+        out[i] = (x[..., i] * cos - x[..., j] * sin) * rotary.amplitude
+        out[j] = (x[..., i] * sin + x[..., j] * cos) * rotary.amplitude
     return torch.stack(out, -1)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headwise.checkpoints.fields import ConfigFields
+from headwise.checkpoints.rotations import read_axes, read_scaling, rotary_scaling_kind
 from headwise.checkpoints.source import require_no_pointer
 from headwise.errors import OptionError
 from headwise.function import spec
-from headwise.function.scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from headwise.function.scaling import ProportionalScaling
 from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, RotaryRule
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
@@ -21,8 +22,6 @@ from headwise.support.text import describe_value
 
 Config = Mapping[str, Any]
 
-_MAX_TEXT = 200  # characters of a name
-_MAX_COUNT = 2**31 - 1
 _MAX_HEADS = 2**20  # heads or channels: detection may try every divisor of the heads
 
 # count -> its names in a config, by spaces; the first name that is present counts.
@@ -121,82 +120,6 @@ LOCAL_THETAS = {
     "modernbert": ("local_rope_theta", 10_000.0),
     "olmo3": ("", 500_000.0),
 }
-
-
-class ConfigFields(dict[str, Any]):
-    """JSON object of a config, with one reader for each type of field.
-
-    A field that is absent or null reads as None. A value of another type raises an OptionError with
-    the file, the field, the value and the type.
-    """
-
-    def __init__(self, values: Mapping[str, Any], *, origin: str = "the config") -> None:
-        super().__init__(values)
-        self.origin = origin
-
-    @classmethod
-    def wrap(cls, config: Mapping[str, Any]) -> ConfigFields:
-        """Return the config with readers; a `ConfigFields` is returned as it is."""
-        return config if isinstance(config, ConfigFields) else cls(config)
-
-    def read(self, name: str, needed: str, is_valid: Callable[[Any], bool]) -> Any:
-        value = self.get(name)
-        if value is None or is_valid(value):
-            return value
-        raise self.field_error(name, needed)
-
-    def count(self, name: str, *, most: int = _MAX_COUNT) -> int | None:
-        """Return a whole number from 1; None also for a list of counts, one for each part."""
-        if isinstance(self.get(name), list):
-            return None
-        needed = f"a whole number from 1 to {most}"
-        value = self.read(name, needed, lambda n: _is_number(n) and 0 < n <= most and n == int(n))
-        return None if value is None else int(value)
-
-    def number(self, name: str) -> float | None:
-        value = self.read(name, "a finite number", _is_number)
-        return None if value is None else float(value)
-
-    def required_number(self, name: str) -> float:
-        value = self.number(name)
-        if value is None:
-            raise self.field_error(name, "a finite number")
-        return value
-
-    def flag(self, name: str, *, default: bool = False) -> bool:
-        """Return a boolean, which may be stored as 1 or 0."""
-        value = self.read(name, "true or false", lambda x: isinstance(x, int) and x in (0, 1))
-        return default if value is None else bool(value)
-
-    def text(self, name: str) -> str | None:
-        needed = f"a text of at most {_MAX_TEXT} printable characters"
-        value: str | None = self.read(
-            name, needed, lambda x: isinstance(x, str) and len(x) <= _MAX_TEXT and x.isprintable()
-        )
-        return value
-
-    def layer_values(self, name: str) -> list[Any]:
-        """Return a list with a value for each layer; empty where there is none."""
-        needed = "a list with a value for each layer"
-        return list(self.read(name, needed, lambda x: isinstance(x, list | tuple)) or ())
-
-    def section(self, name: str) -> ConfigFields | None:
-        value = self.read(name, "a JSON object", lambda x: isinstance(x, dict))
-        return None if value is None else ConfigFields(value, origin=f"{name} of {self.origin}")
-
-    def field_error(self, name: str, needed: str) -> OptionError:
-        value = self.get(name)
-        described = "missing" if value is None else describe_value(value)
-        return OptionError(
-            saw=f"{name} in {self.origin} is {described}",
-            needed=f"{name}: {needed}",
-            do="write the value of the model's publisher into the config",
-        )
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
 
 
 def read_config(path: Path) -> ConfigFields:
@@ -300,6 +223,8 @@ def _read_share_of_head(fields: ConfigFields, sizes: Sizes) -> int | None:
     head_dim, rotation = read_head_dim(fields, sizes), rotary_section_of_layer(fields, 0)
     shares = (part.number(n) for n in _SHARES for part in (rotation, fields))
     share = next((share for share in shares if share is not None and 0 < share <= 1), None)
+    if rotary_scaling_kind(rotation) == "proportional":  # all channels are in pairs
+        return None
     return int(head_dim * share) if share is not None and head_dim else None
 
 
@@ -633,51 +558,18 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
     rotary = rotary_section_of_layer(fields, layer)
     if not rotary and fields.text("model_type") in SCALED:
         raise fields.field_error("rope_parameters", "a JSON object, which has the scaling")
-    counts, scaling = read_stated_counts(fields), None
-    if (kind := rotary_scaling_kind(rotary)) is not None:
-        if kind not in _SCALINGS:
-            raise OptionError(
-                saw=f"the rotary scaling {describe_value(kind)} in the config",
-                needed=f"default, {', '.join(_SCALINGS)}",
-                do="pass rotary=Rotary(...) with the same frequencies",
-            )
-        scaling = _SCALINGS[kind](rotary, fields)
+    counts, scaling = read_stated_counts(fields), read_scaling(rotary, fields)
     theta = rotary.number("rope_theta") or next(filter(None, map(fields.number, _THETAS)), 10_000.0)
     width = counts.get("rotary_width", read_head_dim(fields, counts))
     exponent = _read_share_of_head(fields, counts)  # the last of an odd number turns in a pair too
-    if width and exponent and width == exponent + 1 and scaling is None:
-        theta = theta ** (width / exponent)
-    return replace(rule, theta=theta, width=width, scaling=scaling)
-
-
-def rotary_scaling_kind(rotary: ConfigFields) -> str | None:
-    """Return the name of the scaling in a rotary section; None for the usual frequencies."""
-    kind = rotary.text("rope_type" if "rope_type" in rotary else "type")
-    return None if kind in (None, "", "default", "mrope") else kind
-
-
-def _read_original_length(rotary: ConfigFields, fields: ConfigFields) -> int:
-    name = "max_position_embeddings"
-    count = rotary.count(f"original_{name}") or fields.count(name)
-    return count or int(fields.required_number(name))
-
-
-_SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields], Scaling]] = {
-    "linear": lambda rotary, _: LinearScaling(rotary.required_number("factor")),
-    "llama3": lambda rotary, fields: Llama3Scaling(
-        factor=rotary.required_number("factor"),
-        low_freq_factor=rotary.required_number("low_freq_factor"),
-        high_freq_factor=rotary.required_number("high_freq_factor"),
-        original_length=_read_original_length(rotary, fields),
-    ),
-    "yarn": lambda rotary, fields: YarnScaling(
-        factor=rotary.required_number("factor"),
-        original_length=_read_original_length(rotary, fields),
-        beta_fast=rotary.number("beta_fast") or 32.0,
-        beta_slow=rotary.number("beta_slow") or 1.0,
-        attention_factor=rotary.number("attention_factor"),
-        mscale=rotary.number("mscale"),
-        mscale_all_dim=rotary.number("mscale_all_dim"),
-        truncate=rotary.flag("truncate", default=True),
-    ),
-}
+    is_odd = width and exponent and width == exponent + 1 and scaling is None
+    if isinstance(scaling, ProportionalScaling):
+        width = read_head_dim(fields, counts)
+    return replace(
+        rule,
+        theta=theta,
+        width=width,
+        scaling=scaling,
+        exponent_width=exponent if is_odd else None,
+        axes=read_axes(rotary, fields, width),
+    )

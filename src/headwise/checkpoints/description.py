@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from headwise.checkpoints import config as config_json
-from headwise.checkpoints.config import Config, ConfigFields
+from headwise.checkpoints.config import Config
+from headwise.checkpoints.fields import ConfigFields
 from headwise.checkpoints.safetensors import KEY
 from headwise.checkpoints.shares import join_shares, open_shares, require_all_shares
 from headwise.checkpoints.source import CheckpointSource, open_source

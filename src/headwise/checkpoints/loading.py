@@ -184,7 +184,7 @@ class StoredReading:
             stated = vars(resolve(function, config, layer=module.layer))
             given |= {n: None for n in _MAY_LACK if stated[n] is FROM_CONFIG}
         if described.function.rotary and "rotary" not in {*options, *given}:
-            _check_stated_rotation(module, self.opened.source, described, config)
+            _check_stated_rotation(self.opened.source, described, config)
         if getattr(described.function.score_bias, "before_scale", False):
             warnings.warn(f"{module.prefix}{ROUNDED}", stacklevel=4)
         return attention_from_state(
@@ -496,17 +496,11 @@ def _select_module(
     )
 
 
-def _check_stated_rotation(
-    module: NamedModule, source: CheckpointSource, layout: Layout, config: Config
-) -> None:
-    """Raise OptionError without a config; warn of positions in sections, which no layer has."""
+def _check_stated_rotation(source: CheckpointSource, layout: Layout, config: Config) -> None:
+    """Raise OptionError without a config."""
     if not config:
         raise OptionError(
             saw=f"{source.path} has rotary {layout.name} attention and no config",
             needed="the theta of the rotation, which no tensor holds",
             do="pass rotary=Rotary(theta=...) with the model's theta, or config=...",
         )
-    if sections := config_json.rotary_section_of_layer(config, module.layer).get("mrope_section"):
-        message = f"{module.prefix} turns by time, row and column of a token, mrope_section"
-        rest = "the layer turns by one position, which is right for text without images"
-        warnings.warn(f"{message} {sections}; {rest}", stacklevel=4)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from headwise.function.rounding import (
     move_number,
     relative_difference_norm,
 )
-from headwise.function.scaling import unscaled_frequencies
 from headwise.layers.attention import Attention
 from headwise.masks.mask import Mask
 
@@ -83,6 +83,7 @@ class Probe:
         call: that of the attention.
         real: (batch, tokens), False for padding; None for none.
         is_near: True if settings that act far out act near in the config.
+        positions: of the tokens, as the model got them; None where it counts them.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Probe:
     call: ClassCall
     real: Tensor | None = None
     is_near: bool = False
+    positions: Tensor | None = None
 
     def find_parted_stage(self, layer: Attention) -> str | None:
         """Return the first stage in which the layer parts from the class; None if it is equal.
@@ -98,8 +100,8 @@ class Probe:
         some classes do not hide it, and some are causal only beside padding.
         """
         first: str | None = None
-        for mask in self._list_masks():
-            if (parted := self._find_parted_stage(layer, mask)) is None:
+        for mask, positions in product(self._list_masks(), self._list_positions(layer)):
+            if (parted := self._find_parted_stage(layer, mask, positions)) is None:
                 return None
             first = first or parted
         return first
@@ -115,9 +117,18 @@ class Probe:
             for each in [allowed.tril(), allowed] if source is None else [allowed]:
                 yield Mask.may_attend(each, axes="batch queries keys")
 
+    def _list_positions(self, layer: Attention) -> list[Tensor | None]:
+        """Return the positions that a layer gets; some classes count columns whatever they got."""
+        if self.positions is None or not layer.takes_positions:
+            return [None]
+        return [self.positions] if self.positions.dim() == 3 else [self.positions, None]
+
     @torch.no_grad()
-    def _find_parted_stage(self, layer: Attention, mask: Mask) -> str | None:
-        if self._is_equal("output", layer, lambda m, x: m(x, self._source(x), mask=mask)):
+    def _find_parted_stage(
+        self, layer: Attention, mask: Mask, positions: Tensor | None
+    ) -> str | None:
+        given: Any = {"mask": mask, "positions": positions}
+        if self._is_equal("output", layer, lambda m, x: m(x, self._source(x), **given)):
             return None
 
         def run_values(m: Attention, x: Tensor) -> Tensor:
@@ -125,7 +136,7 @@ class Probe:
             return values
 
         def run_heads(m: Attention, x: Tensor) -> Tensor:
-            return m.head_outputs(x, self._source(x), mask=mask).transpose(1, 2).flatten(2)
+            return m.head_outputs(x, self._source(x), **given).transpose(1, 2).flatten(2)
 
         stages = {"v": run_values, "head outputs": run_heads}
         parted = (name for name, run in stages.items() if not self._is_equal(name, layer, run))
@@ -172,13 +183,12 @@ def list_numbers(config: Mapping[str, Any]) -> Iterator[float]:
 class _WideRotary(Rotary):
     """Rotation by frequencies in float64, as those of a class that computes them in each call."""
 
-    def frequencies(self, head_dim: int, *, device: torch.device | str = "cpu") -> Tensor:
+    def frequencies(
+        self, head_dim: int, *, device: torch.device | str = "cpu", length: Tensor | None = None
+    ) -> Tensor:
         """Return the angle of each pair for one token, in radians, (pairs,), float64."""
-        width = self.rotated_width(head_dim)
-        options: Any = {"device": device, "dtype": torch.float64}
-        if self.scaling is None:
-            return unscaled_frequencies(self.theta, width, **options)
-        return self.scaling.scaled_frequencies(self.theta, width, **options)
+        options: Any = {"device": device, "length": length, "dtype": torch.float64}
+        return self._frequencies(head_dim, **options)
 
 
 def _with_wide_frequencies(layer: Attention) -> Attention:
@@ -325,7 +335,8 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool, only: str = "") -> list
             except NotRunError as error:
                 failures += [] if "encoder_hidden_states" in inputs else [error]
                 continue
-            probe = Probe(f"{name}{suffix}", config, call, real, is_near)
+            positions = inputs.get("position_ids")
+            probe = Probe(f"{name}{suffix}", config, call, real, is_near, positions)
             probes.append(probe)
         if probes:
             return probes
@@ -345,7 +356,7 @@ def _list_inputs(owner: Any, *, is_large: bool) -> Iterator[Inputs]:
     is_picture = "pixel_values" in takes and parameters["pixel_values"].default is inspect._empty
     forms = [] if is_picture else [name for name in ("input_ids", "inputs_embeds") if name in takes]
     for form in forms:
-        texts = _list_texts(config, takes, form, longest=LONGEST_OF_LARGE if is_large else LONG)
+        texts = _list_texts(owner, takes, form, longest=LONGEST_OF_LARGE if is_large else LONG)
         yield from (each for each in texts if not is_large or each[0] not in LEFT_OUT)
     if forms:
         return
@@ -367,9 +378,10 @@ def _list_inputs(owner: Any, *, is_large: bool) -> Iterator[Inputs]:
             yield "frames", {name: draw(frames, bins)}, None
 
 
-def _list_texts(
-    config: Mapping[str, Any], takes: list[str], form: str, *, longest: int
-) -> Iterator[Inputs]:
+def _list_texts(owner: Any, takes: list[str], form: str, *, longest: int) -> Iterator[Inputs]:
+    config = owner.config.to_dict()
+    sections = (getattr(module, "mrope_section", None) for module in owner.modules())
+    axes = max((len(each) for each in sections if isinstance(each, list)), default=0)
     most = config.get("max_position_embeddings") or config.get("n_positions") or longest
     long = min(longest, most - LATE if most > 2 * LATE else most)
     short = min(SHORT, long)
@@ -403,6 +415,9 @@ def _list_texts(
     if "position_ids" in takes and "decoder_input_ids" not in takes:
         late = torch.arange(LATE, LATE + short).expand(BATCH, -1)
         yield "late positions", give(ids[:, :short]) | {"position_ids": late}, None
+    if axes:
+        places = torch.randint(LONG, (axes, BATCH, short), generator=_generator())
+        yield f"positions of {axes} axes", give(ids[:, :short]) | {"position_ids": places}, None
 
 
 def _generator() -> torch.Generator:

@@ -19,7 +19,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from headwise.function.distance import count_unshared_distances, slopes_of
-from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from headwise.function.scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    NTKScaling,
+    ProportionalScaling,
+    YarnScaling,
+)
 from headwise.function.spec import AttentionSpec, BucketRule, NormRule
 from headwise.function.weights import State
 
@@ -106,9 +114,13 @@ def _frequencies(code: Code, _: str) -> Lines:
         return
     base, scaling = rule.exponent_width or rule.width, rule.scaling
     theta = float(rule.theta)
+    start, length = write_number(theta), f"(x.shape[1]{' + past' if code.decodes else ''})"
     if isinstance(scaling, NTKScaling):
-        theta *= scaling.factor ** (base / (base - 2))
-    yield f"inv_freq = {write_number(theta)} ** (-torch.arange(0, {rule.width}, 2) / {base})"
+        start = write_number(theta * scaling.factor ** (base / (base - 2)))
+    elif isinstance(scaling, DynamicScaling):
+        grown = f"max(1, {scaling.factor:g} * {length} / {scaling.original_length}"
+        start = f"({start} * ({grown} - {scaling.factor - 1:g}) ** {base / (base - 2):.12g})"
+    yield f"inv_freq = {start} ** (-torch.arange(0, {rule.width}, 2) / {base})"
     if isinstance(scaling, LinearScaling):
         yield f"inv_freq = inv_freq / {scaling.factor:g}"
     elif isinstance(scaling, Llama3Scaling):
@@ -121,6 +133,14 @@ def _frequencies(code: Code, _: str) -> Lines:
         pairs = f"torch.arange({int(rule.width) // 2})"
         yield f"ramp = (({pairs} - {first:.12g}) / {last - first:.12g}).clip(0, 1)"
         yield f"inv_freq = inv_freq * (1 - ramp + ramp / {scaling.factor:g})"
+    elif isinstance(scaling, LongScaling):
+        long, short = list(scaling.long_factors), list(scaling.short_factors)
+        yield f"factors = {long} if {length} > {scaling.original_length} else {short}"
+        yield "inv_freq = inv_freq / torch.tensor(factors)"
+    elif isinstance(scaling, ProportionalScaling):
+        turning = int(scaling.share * rule.width // 2)
+        yield f"turns = torch.arange({rule.width // 2}) < {turning}"
+        yield f"inv_freq = inv_freq * turns / {scaling.factor:g}"
 
 
 def _angles(code: Code, _: str) -> Lines:
@@ -142,9 +162,11 @@ def _turn(code: Code, roles: str) -> Lines:
     for role in roles:
         rest = f", {role}[..., {width}:]" if width < head_dim else ""
         if rule.pairing == "half-split":
-            half = width // 2
-            yield f"a, b = {role}[..., :{half}], {role}[..., {half}:{width}]"
-            yield f"{role} = torch.cat((a * cos - b * sin, b * cos + a * sin{rest}), -1)"
+            half, span = width // 2, rule.span or width // 2
+            rest = f", {role}[..., {span + half}:]" if span + half < head_dim else ""
+            between = f"{role}[..., {half}:{span}], " if span > half else ""
+            yield f"a, b = {role}[..., :{half}], {role}[..., {span}:{span + half}]"
+            yield f"{role} = torch.cat((a * cos - b * sin, {between}b * cos + a * sin{rest}), -1)"
         else:
             yield f"a, b = {role}[..., 0:{width}:2], {role}[..., 1:{width}:2]"
             yield "pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)"

@@ -126,13 +126,17 @@ def _bound_norm(given: Given, r: Roundoff) -> Tensor:
 def _rotate(given: Given) -> Tensor:
     (x,), rule = given.parts, given.settings.rotation
     if rule is not None:
-        offset = rule.q_offset if given.role == "q" else rule.k_offset
-        x = given.compute(_rotate_from_offset, rule, x, given.positions(), offset)
+        offset, length = rule.q_offset if given.role == "q" else rule.k_offset, None
+        if rule.scaling is not None and rule.scaling.depends_on_length:
+            length = given.key_positions().amax(1, keepdim=True) + 1
+        x = given.compute(_rotate_from_offset, rule, x, given.positions(), offset, length)
     return _normalise(given, x, "after")
 
 
-def _rotate_from_offset(rule: RotaryRule, x: Tensor, positions: Tensor, offset: float) -> Tensor:
-    return rotary.rotate_by_rule(rule, x, positions + offset)
+def _rotate_from_offset(
+    rule: RotaryRule, x: Tensor, positions: Tensor, offset: float, length: Tensor | None
+) -> Tensor:
+    return rotary.rotate_by_rule(rule, x, positions + offset, length)
 
 
 def _bound_rotation(given: Given, r: Roundoff) -> Tensor:

@@ -85,6 +85,7 @@ class RotaryRule:
         exponent_width: pair i turns by theta ** (-2i / exponent_width); ``width`` if None.
         span: distance of the two channels of a half-split pair; half the width if None.
         attention_factor: factor of rotated channels; that of the scaling if None.
+        axes: for each pair the axis of the positions by which it turns; None for one position.
         q_offset, k_offset: added to the positions.
         dtype: to which the frequencies are rounded; None for none.
     """
@@ -93,10 +94,11 @@ class RotaryRule:
     width: int | Open = None
     pairing: Pairing = "half-split"
     scaling: Scaling | Open | None = FROM_CONFIG
-    # Numbers that ported code gets wrong; no layer has others than these.
     exponent_width: int | None = None
     span: int | None = None
     attention_factor: float | None = None
+    axes: tuple[int, ...] | None = None
+    # Of ported code that is wrong.
     q_offset: float = 0.0
     k_offset: float = 0.0
     dtype: torch.dtype | None = None

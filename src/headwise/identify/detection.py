@@ -20,6 +20,7 @@ from torch import Tensor
 from headwise.checkpoints import config as configs
 from headwise.checkpoints import description as descriptions
 from headwise.checkpoints.config import Config
+from headwise.checkpoints.fields import ConfigFields
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import CheckpointError, OptionError, UndecidedError
 from headwise.function.weights import State
@@ -440,7 +441,7 @@ def open_weights(
         do = "give model.state_dict(), or the path of a file or a folder"
         raise OptionError(saw=saw, needed=needed, do=do)
     state = tensors_of_arrays(given, title=title)
-    fields = configs.ConfigFields.wrap(config or {})
+    fields = ConfigFields.wrap(config or {})
     known = configs.merge_counts(fields, counts, origin=Path(title))
     return GivenWeights(title, state, fields, known)
 

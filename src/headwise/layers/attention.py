@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from headwise.errors import OptionError
@@ -53,13 +53,17 @@ def _matrix_and_values(
     if place == ("head", "before"):
         q, k = _normalise(layer, q, k)
     if layer.rotary is not None:
-        q, k = layer.rotary.rotate_both(q, k, tokens.positions())
+        if layer.rotary.depends_on_length:
+            tokens.reached = tokens.lengths_of_sequences()
+        q, k = layer.rotary.rotate_both(q, k, tokens.positions(), length=tokens.reached)
     if place == ("head", "after"):
         q, k = _normalise(layer, q, k)
     mask, score_bias, sink, part = tokens.mask, call.score_bias, layer.sink, layer.part
     if call.cache is not None:
         keys = call.cache.key_count_after(k.shape[2])
         checks.check_mask_and_bias(call, heads=layer.num_heads, keys=keys)
+        if tokens.reached is not None:
+            checks.check_kept_frequencies(layer.rotary, call.cache, tokens.reached)
         tokens.cached = call.cache.extend(k, v, lengths=tokens.lengths)
         k, v = tokens.cached.k, tokens.cached.v
         mask = tokens.mask_with_cache(tokens.cached.starts)
@@ -137,6 +141,7 @@ class Attention(base.AttentionBase):
         score_bias: ScoreBias | None = None,
         gate: Float[Tensor, "*batch heads"] | None = None,
         cache: Cache | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> Float[Tensor, "batch queries out_dim"]:
         """Compute attention; return (batch, queries, out_dim).
 
@@ -153,13 +158,16 @@ class Attention(base.AttentionBase):
                 gradient at 1 is the head's importance (Michel et al. 2019, arXiv:1905.10650).
             cache: a `Cache` of earlier keys and values; the call adds those of ``x`` in place.
                 Alignments are then bottom-right, and lengths count the tokens of this call.
+            positions: of the tokens of ``x``, (queries,) or (batch, queries), for the rotation; by
+                default they count from 0, or on from the cache. With a `Rotary` of several ``axes``
+                also (axes, batch, queries). Masks and score biases by distance count tokens.
 
         Raises:
             ShapeError, DTypeError, DeviceError: inputs that do not fit the layer or each other.
             MaskError: a mask or a score bias for other sizes, or one that a cache cannot take.
             OptionError: a source missing or not allowed, another layer's or a full cache.
         """
-        call = self._prepare_call(x, source, mask, score_bias, cache, gate)
+        call = self._prepare_call(x, source, mask, score_bias, cache, gate, positions)
         tokens = packing.select_packing(call)
         matrix, v = _matrix_and_values(self, tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
@@ -170,7 +178,7 @@ class Attention(base.AttentionBase):
         merged = outputs.transpose(1, 2).flatten(2)
         output = tokens.project_and_restore_batch(merged, self.out_proj)
         if cache is not None:
-            packing.keep_cached_keys(call, cache, tokens.cached)
+            packing.keep_cached_keys(call, cache, tokens)
         return output
 
     # ---- readings of single heads -------------------------------------------------------------
@@ -183,12 +191,13 @@ class Attention(base.AttentionBase):
         *,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> AttentionMatrix:
         """Return the attention matrix (batch, heads, queries, keys) as an operator.
 
         Arguments and errors as in ``forward``, here and in the readings below.
         """
-        call = self._prepare_call(x, source, mask, score_bias)
+        call = self._prepare_call(x, source, mask, score_bias, positions=positions)
         return _matrix_and_values(self, packing.Unpacked.of(call), call)[0]
 
     @_explain_call
@@ -199,9 +208,10 @@ class Attention(base.AttentionBase):
         *,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return weights @ v for each head, after the output gate: the projection's input."""
-        call = self._prepare_call(x, source, mask, score_bias)
+        call = self._prepare_call(x, source, mask, score_bias, positions=positions)
         tokens = packing.Unpacked.of(call)
         matrix, v = _matrix_and_values(self, tokens, call)
         return _gate_outputs(self, matrix @ v, tokens.x)
@@ -214,13 +224,14 @@ class Attention(base.AttentionBase):
         *,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> dict[str, Tensor]:
         """Return every stage of a call without dropout; `headwise.function.stages` names them.
 
         Projections and norms are called as modules. Rotated queries and keys, weights and head
         outputs are those of `matrix`; the output is that of ``forward``.
         """
-        call = self._prepare_call(x, source, mask, score_bias)
+        call = self._prepare_call(x, source, mask, score_bias, positions=positions)
         tokens = packing.Unpacked.of(call)
         matrix, v = _matrix_and_values(self, tokens, call)
         normed = projected = self.q_proj(tokens.x), self.k_proj(tokens.source)
@@ -239,7 +250,7 @@ class Attention(base.AttentionBase):
             matrix.q, matrix.k, mask=matrix.mask, score_bias=matrix.score_bias, **options
         )
         with evaluation_mode(self):
-            output = self(x, source, mask=mask, score_bias=score_bias)
+            output = self(x, source, mask=mask, score_bias=score_bias, positions=positions)
         before = (q, k, v, normed_q, normed_k, matrix.q, matrix.k)
         after = (logits, matrix.dense(), _gate_outputs(self, matrix @ v, tokens.x), output)
         return dict(zip(STAGES, (*before, *after), strict=True))
@@ -252,13 +263,15 @@ class Attention(base.AttentionBase):
         *,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> Float[Tensor, "batch heads queries out_dim"]:
         """Return each head's part of the output; their sum is the output less its bias.
 
         The output projection is called once for each head, so that adapters, quantisation and
         sharding apply.
         """
-        outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
+        options: Any = {"mask": mask, "score_bias": score_bias, "positions": positions}
+        outputs = self.head_outputs(x, source, **options)
         bias = self.out_proj(torch.zeros_like(outputs[:1, :, :1]).transpose(1, 2).flatten(2))
         # Fill, do not multiply by 0: an infinite head would make the others NaN.
         here = range(self.num_heads) if self.part is None else self.part.heads
@@ -277,9 +290,10 @@ class Attention(base.AttentionBase):
         *,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> LayerExplanation:
         """Return a printable report on a forward pass of this input: tokens, kernels and costs."""
-        call = self._prepare_call(x, source, mask, score_bias)
+        call = self._prepare_call(x, source, mask, score_bias, positions=positions)
         tokens = packing.select_packing(call)
         matrix, v = _matrix_and_values(self, tokens, call)
         total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
@@ -290,6 +304,8 @@ class Attention(base.AttentionBase):
             line += "; dropout in training allocates queries x keys for A @ v"
         if self.part is not None:
             line += f"; {self.part} of {self.num_heads} here"
+        if tokens.reached is not None:
+            line += f"; {checks.describe_border(self.rotary, tokens.reached)}"
         counts = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}
         counts |= {} if self.gate_proj is None else {"gate_proj": real}
         lines = [projection_line(name, getattr(self, name), n) for name, n in counts.items()]
@@ -424,6 +440,7 @@ class Attention(base.AttentionBase):
         score_bias: ScoreBias | None,
         cache: Cache | None = None,
         gate: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> packing.CallInputs:
         checks.check_tokens("x", x, self.embed_dim, checks.X_AXES, self.q_proj)
         if source is not None or self.source_dim != self.embed_dim:
@@ -439,5 +456,8 @@ class Attention(base.AttentionBase):
             mask, bias = mask.aligned("bottom-right"), bias.aligned("bottom-right")
         if gate is not None:
             checks.check_gate(gate, x, self.num_heads)
-        call = packing.CallInputs(x, x if source is None else source, mask, bias, cache, gate)
+        places = checks.read_positions(self, x, positions, cache)
+        call = packing.CallInputs(
+            x, x if source is None else source, mask, bias, cache, gate, places
+        )
         return call if self.part is None else call.prepare_tensors_for_part(self.part)

@@ -198,6 +198,11 @@ class AttentionBase(nn.Module):
         return self.training and self.dropout > 0
 
     @property
+    def takes_positions(self) -> bool:
+        """True if positions of tokens act, other than by the distances of masks and biases."""
+        return self.rotary is not None
+
+    @property
     def _head_counts(self) -> tuple[int, int]:
         if self.part is None:
             return self.num_heads, self.num_kv_heads

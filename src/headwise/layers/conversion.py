@@ -147,7 +147,7 @@ def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
     is_usual = scale is None or math.isclose(scale, usual, rel_tol=_ROUNDING)
     if rotary is not None:
         width = rotary.rotated_width(layer.head_dim)
-        rotation = rules.RotaryRule(rotary.theta, width, rotary.pairing, rotary.scaling)
+        rotation = replace(rotary.rule, width=width)
     return AttentionSpec(
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
@@ -181,7 +181,7 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
     options: dict[str, Any] = {}
     rotary, norm, bias = spec.rotation, spec.qk_norm, spec.score_bias
     if rotary is not None and rotary.theta is not FROM_CONFIG:
-        options["rotary"] = Rotary(rotary.theta, rotary.width, rotary.pairing, rotary.scaling)
+        options["rotary"] = Rotary.of(rotary)
     if spec.scale == USUAL_SCALE:
         options["scale"] = None
     elif isinstance(spec.scale, float | int) or (spec.scale and spec.head_dim):
