@@ -32,14 +32,14 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 5_450,
+    "checkpoints": 5_550,
     "cli": 1_950,
     "diagnosis": 13_100,
-    "function": 3_400,
+    "function": 3_650,
     "huggingface": 900,
     "identify": 5_450,
-    "layers": 4_250,
-    "layouts": 4_760,
+    "layers": 4_400,
+    "layouts": 4_950,
     "masks": 2_400,
     "matrix": 2_400,
     "models": 700,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwise import Attention, Rotary
 from headwise.function.scaling import LinearScaling
+from headwise.function.spec import TemperatureRule, ValueRule
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
 from headwise.testing import Budget
@@ -48,11 +49,19 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
         "scale": chance.choose((None, None, 0.2)),
         "softcap": chance.choose((None, None, 3.0)),
         "sink": chance.maybe(0.3),
-        "output_gate": chance.choose((None, None, "head", "channel")),
+        "output_gate": chance.choose((None, None, "head", "channel", "channel softplus")),
+        "clip": chance.choose((None, None, None, 0.6)),
         **{f"{name}_bias": chance.maybe(0.7) for name in ("q", "k", "v", "out", "gate")},
     }
     options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads}
-    options |= {name: given[name] for name in ("scale", "softcap")}
+    options |= {name: given[name] for name in ("scale", "softcap", "clip", "output_gate")}
+    if chance.maybe(0.3):
+        eps, factor = chance.choose((None, 1e-6)), chance.choose((1.0, 0.7))
+        given["values"], options["values"] = ValueRule(eps, factor), (eps, factor)
+    if chance.maybe(0.3):
+        kind, over = chance.choose((("rms", "width"), ("layer", "width"), ("rms", "head")))
+        given["output_norm"] = QKNorm(kind, over, has_weight=over == "width")
+        options["output_norm"] = {"kind": kind, "over": over, "one_plus": False, "eps": 1e-6}
     if not decodes and chance.maybe(0.25):
         given["source_dim"] = 15
     else:
@@ -65,6 +74,7 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
             "place": place,
             "one_plus": chance.maybe(),
             "eps": 1e-6,
+            "has_weight": place == "before" or chance.maybe(),
         }
         given["qk_norm"], options["norm"] = QKNorm(**norm), norm
     torch.manual_seed(chance.between(0, 2**31))
@@ -88,7 +98,15 @@ def _places(
             width=chance.choose((None, 4)),
             pairing=chance.choose(("half-split", "interleaved")),
             scaling=chance.choose((None, None, LinearScaling(2.0))),
+            backwards=chance.maybe(0.2),
         )
+    if chance.maybe(0.25):
+        kind = chance.choose(("steps", "smooth"))
+        given["temperature"] = TemperatureRule(
+            0.3, chance.choose((3, 5)), chance.between(0, 1), kind
+        )
+        rule = given["temperature"]
+        options["temperature"] = (rule.factor, rule.length, rule.first, kind)
     if chance.maybe(0.4):
         given["score_bias"] = chance.choose(
             (Alibi(), Alibi(bias_max=4.0), T5Bias(8, 20, False), T5Bias(8, 9, True))
@@ -109,7 +127,7 @@ def _numbers(layer: Attention, options: dict[str, Any]) -> None:
         if rotary.scaling is not None:
             exact = exact / 2.0
         _check_numbers("frequencies", turns, exact)
-        options |= {"turns": turns, "pairing": rotary.pairing}
+        options |= {"turns": -turns if rotary.backwards else turns, "pairing": rotary.pairing}
     bias = layer.score_bias
     if bias is not None and hasattr(bias, "options"):
         t5 = bias.options

@@ -140,12 +140,13 @@ class StoredReading:
     @cached_property
     def roles(self) -> dict[str, str]:
         """The name of a stored tensor of each projection, by role."""
-        return {
+        roles = {
             role: full
             for full, local in self.module.tensors.items()
             for role in "qkvo"
             if f"w{role}" in self.stored.patterns[local].tensors
         }
+        return {"v": roles["k"], **roles} if "k" in roles else roles  # values may be keys
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the layer is made of, with tables that several modules share."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from headwise.function.spec import RotaryRule as RotaryRule
     from headwise.function.spec import ScaleRule as ScaleRule
     from headwise.function.spec import Softcap as Softcap
+    from headwise.function.spec import TemperatureRule as TemperatureRule
+    from headwise.function.spec import ValueRule as ValueRule
 
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
@@ -32,6 +34,6 @@ __getattr__, __dir__, __all__ = export_lazily(
         "scaling": "DynamicScaling LinearScaling Llama3Scaling LongScaling NTKScaling "
         "ProportionalScaling Scaling YarnScaling",
         "spec": "ABSENT AlibiRule AttentionSpec BucketRule FROM_CONFIG NormRule Other RotaryRule "
-        "ScaleRule Softcap",
+        "ScaleRule Softcap TemperatureRule ValueRule",
     },
 )

@@ -46,6 +46,7 @@ class Rotary(RotaryRule):
         axes: for each pair the axis of the positions by which it turns, such as time, row and
             column of a token; `axes_of_sections` makes them. A call then takes positions of
             (axes, batch, length); tokens without positions have one number in all axes.
+        backwards: True if pairs turn by minus the angle.
         q_offset: added to the positions of queries.
         k_offset: added to the positions of keys.
         dtype: to which the frequencies are rounded, as in code that keeps them in a half type.
@@ -226,8 +227,8 @@ class Rotary(RotaryRule):
         exact = torch.promote_types(x.dtype, torch.float32)
         length = length if self.depends_on_length else None
         frequencies = _frequencies_on_device(self, x, length).to(exact)
-        angles = _places_of_pairs(self, positions).to(exact) + offset
-        angles = angles * frequencies
+        angles = (_places_of_pairs(self, positions).to(exact) + offset) * frequencies
+        angles = -angles if self.backwards else angles
         if angles.dim() == 3:
             angles = angles[:, None]
         return _rotation_factors(angles, self.amplitude, self.pairing)
@@ -382,6 +383,7 @@ def rotate_by_rule(
     may be (axes, batch, length).
     """
     angles = _places_of_pairs(rule, positions).double() * frequencies_of_rule(rule, length)
+    angles = -angles if rule.backwards else angles
     return rotate_by_angles(rule, x, angles[:, None])
 
 

@@ -47,6 +47,9 @@ AXES: dict[str, tuple[str, ...]] = {
     # gates of each head's outputs: one, or one for each channel
     "wg": ("heads", "gate_width", "embed_dim"),
     "bg": ("heads", "gate_width"),
+    # the norm of the head outputs, over all heads of a token
+    "o_norms": ("heads", "value_dim"),
+    "o_norms_bias": ("heads", "value_dim"),
 }
 # The axis of heads of a tensor: its number, and its name. Tensors without one are left out.
 HEADS = {
@@ -65,7 +68,7 @@ WIDER = {
 # Tensors of one kind, by the role of their heads: rows move among the tensors of a kind alone.
 KINDS: tuple[dict[str, str], ...] = (
     {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "g": "wg"},
-    {"q": "q_norms", "k": "k_norms"},
+    {"q": "q_norms", "k": "k_norms", "o": "o_norms"},
     {"q": "q_norm", "k": "k_norm"},
     {"k": "extra_k", "v": "extra_v"},
     {"q": "sink"},
@@ -74,7 +77,7 @@ KINDS: tuple[dict[str, str], ...] = (
 BIASES = ("bq", "bk", "bv", "bo", "bg")
 NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
 # Optional tensors of every layout. One layer may hold the distances of all.
-OPTIONAL = (*BIASES, *(f"{norm}_bias" for norm in NORMS), "distances")
+OPTIONAL = (*BIASES, *(f"{norm}_bias" for norm in (*NORMS, "o_norms")), "distances")
 # Tensors with a rotated head_dim, in which the order of channels matters.
 ROTATED = ("wq", "wk", "bq", "bk", "extra_k", *NORMS, *(f"{norm}_bias" for norm in NORMS))
 

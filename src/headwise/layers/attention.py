@@ -19,10 +19,12 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.function.gate import gate_width
+from headwise.function.gate import gate_width, open_gates
+from headwise.function.norm import change_values
 from headwise.function.records import STAGES
 from headwise.function.spec import AttentionSpec, require_conflicts_accepted
 from headwise.function.stages import scores, split_heads
+from headwise.function.temperature import query_factors
 from headwise.layers import base, checks, conversion, hooks, packing
 from headwise.layers.cache import Cache
 from headwise.layers.linear import LayerExplanation, projection_line
@@ -52,12 +54,17 @@ def _matrix_and_values(
     v = checks.split_projection("v_proj", v, "kv_heads", kv_heads, layer.value_dim)
     if place == ("head", "before"):
         q, k = _normalise(layer, q, k)
+    if (bound := layer.clip) is not None:
+        q, k = q.clamp(-bound, bound), k.clamp(-bound, bound)
+    v = change_values(layer.values, layer.clip, v)
     if layer.rotary is not None:
         if layer.rotary.depends_on_length:
             tokens.reached = tokens.lengths_of_sequences()
         q, k = layer.rotary.rotate_both(q, k, tokens.positions(), length=tokens.reached)
     if place == ("head", "after"):
         q, k = _normalise(layer, q, k)
+    if layer.temperature is not None:
+        q = q * query_factors(layer.temperature, tokens.positions(), q.dtype)
     mask, score_bias, sink, part = tokens.mask, call.score_bias, layer.sink, layer.part
     if call.cache is not None:
         keys = call.cache.key_count_after(k.shape[2])
@@ -84,11 +91,21 @@ def _normalise(layer: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return layer.q_norm(q), layer.k_norm(k)
 
 
-def _gate_outputs(layer: Attention, outputs: Tensor, x: Tensor) -> Tensor:
+def _finish_outputs(layer: Attention, outputs: Tensor, x: Tensor) -> Tensor:
+    """Return head outputs after their norm and their gate."""
+    if layer.output_norm is not None and layer.o_norm is not None:
+        if layer.output_norm.over == "width":
+            merged = outputs.transpose(1, 2).flatten(2)
+            normed = layer.o_norm(merged)
+            if layer.output_norm.kind == "layer":  # 0 for a query that attends to nothing
+                normed = normed * (merged != 0).any(-1, keepdim=True)
+            outputs = split_heads(normed, heads=outputs.shape[1])
+        else:
+            outputs = layer.o_norm(outputs)
     if layer.output_gate is None or layer.gate_proj is None:
         return outputs
     heads, width = layer._head_counts[0], gate_width(layer.output_gate, layer.value_dim)
-    gates = torch.sigmoid(layer.gate_proj(x))
+    gates = open_gates(layer.gate_proj(x), layer.output_gate)
     factors = checks.split_projection("gate_proj", gates, "heads", heads, width)
     return outputs * factors.to(outputs.dtype)
 
@@ -119,8 +136,16 @@ class Attention(base.AttentionBase):
         sink: True for a learned logit of each head in the softmax's denominator, without a
             value.
         output_gate: multiplies the head outputs by the sigmoid of a projection of ``x``: "head"
-            for one factor for each head, "channel" for one for each of its channels.
+            for one factor for each head, "channel" for one for each of its channels. "head
+            softplus" and "channel softplus" take the softplus in place of the sigmoid.
         gate_bias: True for a bias in the projection of the gates, where there are any.
+        temperature: multiplies queries by a factor that grows with their position, a
+            `TemperatureRule` of `headwise.function`. Positions are those of the call, or count from
+            the start of a sequence; of a packed row, pass ``positions``.
+        clip: the largest size of queries and keys, before the rotation, and of projected values.
+        values: a norm or a factor of projected values, a `ValueRule` of `headwise.function`.
+        output_norm: normalises the head outputs before their gate: ``QKNorm(over="width")`` all
+            heads of a token together, ``QKNorm(has_weight=False)`` each head.
         dropout: probability of dropping each weight in training.
         init: the library whose initialisation is used; see `initialise_projections` in
             `headwise.layers.base`.
@@ -172,7 +197,7 @@ class Attention(base.AttentionBase):
         matrix, v = _matrix_and_values(self, tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
         outputs = hooks.call_hook(matrix, v, outputs)
-        outputs = _gate_outputs(self, outputs, tokens.x)
+        outputs = _finish_outputs(self, outputs, tokens.x)
         if call.gate is not None:
             outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))
         merged = outputs.transpose(1, 2).flatten(2)
@@ -214,7 +239,7 @@ class Attention(base.AttentionBase):
         call = self._prepare_call(x, source, mask, score_bias, positions=positions)
         tokens = packing.Unpacked.of(call)
         matrix, v = _matrix_and_values(self, tokens, call)
-        return _gate_outputs(self, matrix @ v, tokens.x)
+        return _finish_outputs(self, matrix @ v, tokens.x)
 
     @_explain_call
     def stages(
@@ -235,6 +260,7 @@ class Attention(base.AttentionBase):
         tokens = packing.Unpacked.of(call)
         matrix, v = _matrix_and_values(self, tokens, call)
         normed = projected = self.q_proj(tokens.x), self.k_proj(tokens.source)
+        projected_v = split_heads(self.v_proj(tokens.source), heads=self._head_counts[1])
         norm = self.qk_norm
         if norm is not None and (norm.over, norm.place) == ("width", "before"):
             normed = _normalise(self, *normed)
@@ -245,14 +271,16 @@ class Attention(base.AttentionBase):
         )
         if norm is not None and (norm.over, norm.place) == ("head", "before"):
             normed_q, normed_k = _normalise(self, q, k)
+        if (bound := self.clip) is not None:
+            normed_q, normed_k = (x.clamp(-bound, bound) for x in (normed_q, normed_k))
         options = {"scale": matrix.scale, "softcap": matrix.softcap}
         logits = scores(
             matrix.q, matrix.k, mask=matrix.mask, score_bias=matrix.score_bias, **options
         )
         with evaluation_mode(self):
             output = self(x, source, mask=mask, score_bias=score_bias, positions=positions)
-        before = (q, k, v, normed_q, normed_k, matrix.q, matrix.k)
-        after = (logits, matrix.dense(), _gate_outputs(self, matrix @ v, tokens.x), output)
+        before = (q, k, projected_v, normed_q, normed_k, matrix.q, matrix.k)
+        after = (logits, matrix.dense(), _finish_outputs(self, matrix @ v, tokens.x), output)
         return dict(zip(STAGES, (*before, *after), strict=True))
 
     @_explain_call

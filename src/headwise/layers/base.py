@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.function.gate import gate_width
 from headwise.function.rotary import Rotary
-from headwise.function.spec import GateKind
+from headwise.function.spec import GateKind, TemperatureRule, ValueRule
 from headwise.layers.distance import PositionBias
 from headwise.layers.norm import QKNorm
 from headwise.masks.clauses.band import Band
@@ -109,6 +109,11 @@ class AttentionBase(nn.Module):
     sink: Tensor | None
     output_gate: GateKind | None
     gate_proj: nn.Module | None
+    temperature: TemperatureRule | None
+    clip: float | None
+    values: ValueRule | None
+    output_norm: QKNorm | None
+    o_norm: nn.Module | None
     identity: str  # the owner of the caches that this layer makes
     proof: str = ""  # of a load: against which class, or why there is none
     part: HeadPart | None = None  # the heads that this module computes, if not all
@@ -143,6 +148,10 @@ class AttentionBase(nn.Module):
         sink: bool = False,
         output_gate: GateKind | None = None,
         gate_bias: bool = True,
+        temperature: TemperatureRule | None = None,
+        clip: float | None = None,
+        values: ValueRule | None = None,
+        output_norm: QKNorm | None = None,
         dropout: float = 0.0,
         init: Source = "torch-packed",
         device: torch.device | str | None = None,
@@ -150,15 +159,11 @@ class AttentionBase(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
-        self.head_dim = width_of_head(embed_dim, num_heads, head_dim)
-        self.value_dim = self.head_dim if value_dim is None else value_dim
-        self.out_dim = embed_dim if out_dim is None else out_dim
-        self.source_dim = embed_dim if source_dim is None else source_dim
+        self._set_sizes(num_kv_heads, head_dim, value_dim, out_dim, source_dim)
         self.rotary, self.qk_norm, self.window = rotary, qk_norm, window
         self.scale, self.softcap, self.output_gate = scale, softcap, output_gate
-        self.dropout, self.init = dropout, init
+        self.temperature, self.clip, self.values = temperature, clip, values
+        self.output_norm, self.dropout, self.init = output_norm, dropout, init
         check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
         heads, kv_heads = num_heads, self.num_kv_heads
         options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -170,6 +175,22 @@ class AttentionBase(nn.Module):
         self.identity = uuid4().hex
         self.reset_parameters()
 
+    def _set_sizes(
+        self,
+        num_kv_heads: int | None,
+        head_dim: int | None,
+        value_dim: int | None,
+        out_dim: int | None,
+        source_dim: int | None,
+    ) -> None:
+        embed_dim, num_heads = self.embed_dim, self.num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
+        self.head_dim = width_of_head(embed_dim, num_heads, head_dim)
+        self.value_dim = self.head_dim if value_dim is None else value_dim
+        self.out_dim = embed_dim if out_dim is None else out_dim
+        self.source_dim = embed_dim if source_dim is None else source_dim
+
     def _make_optional_parts(
         self, score_bias: PositionBias | None, *, sink: bool, gate_bias: bool, **options: Any
     ) -> None:
@@ -179,6 +200,10 @@ class AttentionBase(nn.Module):
             None if norm is None else norm.module(n * self.head_dim, **options) for n in each
         )
         self.score_bias = score_bias.module(heads, **options) if score_bias else None
+        norm, width = self.output_norm, self.value_dim
+        if norm is not None:
+            width *= heads if norm.over == "width" else 1
+        self.o_norm = None if norm is None else norm.module(width, **options)
         self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None
         gates = 0 if kind is None else heads * gate_width(kind, self.value_dim)
         self.gate_proj = nn.Linear(self.embed_dim, gates, gate_bias, **options) if gates else None
@@ -188,7 +213,8 @@ class AttentionBase(nn.Module):
         initialise_projections(self, self.init)
         if self.sink is not None:
             nn.init.zeros_(self.sink)
-        for module in (self.q_norm, self.k_norm, self.score_bias, self.gate_proj):
+        modules = (self.q_norm, self.k_norm, self.o_norm, self.score_bias, self.gate_proj)
+        for module in modules:
             if reset := getattr(module, "reset_parameters", None):  # ALiBi and None have none
                 reset()
 
@@ -200,7 +226,7 @@ class AttentionBase(nn.Module):
     @property
     def takes_positions(self) -> bool:
         """True if positions of tokens act, other than by the distances of masks and biases."""
-        return self.rotary is not None
+        return self.rotary is not None or self.temperature is not None
 
     @property
     def _head_counts(self) -> tuple[int, int]:
@@ -216,7 +242,16 @@ class AttentionBase(nn.Module):
         if self.num_kv_heads != self.num_heads:
             parts.append(f"{self.num_kv_heads} kv_heads")
         usual = {"value_dim": self.head_dim, "source_dim": self.embed_dim}
-        for name in (*usual, "rotary", "window", "scale", "softcap"):
+        for name in (
+            *usual,
+            "rotary",
+            "window",
+            "scale",
+            "softcap",
+            "temperature",
+            "clip",
+            "values",
+        ):
             if getattr(self, name) != usual.get(name):
                 parts.append(f"{name}={getattr(self, name)}")
         if self.sink is not None:
@@ -284,7 +319,7 @@ def check_options(
         )
     _check_option_types(layer, score_bias)
     positional = {"rotary": layer.rotary, "window": layer.window, "score_bias": score_bias}
-    for name, option in positional.items():
+    for name, option in (positional | {"temperature": layer.temperature}).items():
         if crosses and option is not None:
             refuse_in_cross_attention(name, option, f"source_dim={layer.source_dim}")
     if layer.rotary is not None:
@@ -306,6 +341,15 @@ def _check_option_types(layer: AttentionBase, score_bias: object) -> None:
         ("rotary", layer.rotary, Rotary, "a Rotary", "rotary=Rotary()"),
         ("qk_norm", layer.qk_norm, QKNorm, "a QKNorm", "qk_norm=QKNorm()"),
         (
+            "temperature",
+            layer.temperature,
+            TemperatureRule,
+            "a TemperatureRule, of headwise.function",
+            "temperature=TemperatureRule(0.1, 8192)",
+        ),
+        ("values", layer.values, ValueRule, "a ValueRule, of headwise.function", "values=None"),
+        ("output_norm", layer.output_norm, QKNorm, "a QKNorm", 'QKNorm(over="width")'),
+        (
             "score_bias",
             score_bias,
             PositionBias,
@@ -316,6 +360,19 @@ def _check_option_types(layer: AttentionBase, score_bias: object) -> None:
     for name, option, kind, needed, do in kinds:
         if option is not None and (isinstance(option, type) or not isinstance(option, kind)):
             raise OptionError(saw=f"{name}={describe_value(option)}", needed=needed, do=do)
+    clip, norm = layer.clip, layer.output_norm
+    if clip is not None and not 0 < clip < math.inf:
+        raise OptionError(
+            saw=f"clip={describe_value(clip)}",
+            needed="the largest size of queries, keys and values, a positive number",
+            do="e.g. clip=8.0, or None",
+        )
+    if norm is not None and norm.over == "head" and norm.has_weight:
+        raise OptionError(
+            saw=f"output_norm={norm}",
+            needed='over="width" for a learned weight, or has_weight=False for each head',
+            do='QKNorm(over="width") as in BitNet, or QKNorm(has_weight=False)',
+        )
     window = layer.window
     if window is not None and (not isinstance(window, tuple) or len(window) != 2):
         raise OptionError(

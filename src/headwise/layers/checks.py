@@ -21,7 +21,12 @@ from headwise.support.tracing import may_check_values
 
 X_AXES = ("batch", "queries", "embed_dim")
 SOURCE_AXES = ("batch", "keys", "source_dim")
-POSITIONAL_OPTIONS = ("rotary", "window", "score_bias")  # need positions in one sequence
+POSITIONAL_OPTIONS = (
+    "rotary",
+    "window",
+    "score_bias",
+    "temperature",
+)  # need positions in one sequence
 
 
 # ---- arguments of a call ------------------------------------------------------------------------
@@ -163,8 +168,8 @@ def read_positions(
         return None
     if not layer.takes_positions:
         raise OptionError(
-            saw="positions= for a layer without rotary",
-            needed="a rotation, by which positions act; masks and biases count tokens",
+            saw="positions= for a layer without rotary or temperature",
+            needed="one of these, where positions act; masks and biases count tokens",
             do="leave out positions",
         )
     batch, length, _ = x.shape

@@ -159,6 +159,10 @@ def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
         score_bias=_score_bias_rule(layer.score_bias),
         window=ABSENT if layer.window is None else layer.window,
         output_gate=layer.output_gate or ABSENT,
+        temperature=layer.temperature or ABSENT,
+        clip=ABSENT if layer.clip is None else layer.clip,
+        values=layer.values or ABSENT,
+        output_norm=ABSENT if layer.output_norm is None else layer.output_norm.rule,
     )
 
 
@@ -200,6 +204,15 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
         options["window"] = spec.window
     if isinstance(spec.output_gate, str):
         options["output_gate"] = spec.output_gate
+    if isinstance(spec.temperature, rules.TemperatureRule):
+        options["temperature"] = spec.temperature
+    if spec.bound is not None:
+        options["clip"] = spec.bound
+    if isinstance(spec.values, rules.ValueRule) and FROM_CONFIG not in vars(spec.values).values():
+        options["values"] = spec.values
+    norm = spec.output_norm
+    if isinstance(norm, rules.NormRule) and norm.eps is not FROM_CONFIG:
+        options["output_norm"] = QKNorm.of(norm)
     return options
 
 

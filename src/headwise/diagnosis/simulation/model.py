@@ -252,9 +252,10 @@ class AttentionModel:
 
     @property
     def scales_values(self) -> bool:
-        """True if factors stand between the projection of values and that of the output."""
+        """True if more than weights stands between the projection of values and the output's."""
         names = {*STAGES["v"].tensors[2:], *STAGES["head outputs"].tensors}
-        return not names.isdisjoint(self.weights)
+        settings = self.settings.values, self.settings.output_norm, self.settings.clip
+        return not names.isdisjoint(self.weights) or any(x is not ABSENT for x in settings)
 
     def with_settings(self, **changes: Any) -> AttentionModel:
         """Return the model with other settings; None is ABSENT."""

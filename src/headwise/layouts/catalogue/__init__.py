@@ -19,8 +19,8 @@ def left_to_config(fields: str, **stated: Any) -> AttentionSpec:
     return AttentionSpec(**left, **stated)
 
 
-# The function of a layer whose options are all left to the config. No layer of headwise clips.
-OPEN = left_to_config(" ".join(OPEN_FIELDS - {"clip"}))
+# The function of a layer whose options are all left to the config.
+OPEN = left_to_config(" ".join(OPEN_FIELDS))
 
 # Keys and values from another width, values of another width, and all biases at the end.
 APART: dict[str, Any] = {"source": "source_dim", "value": "value_dim", "biases_last": True}
