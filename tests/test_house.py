@@ -32,14 +32,14 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 5_700,
+    "checkpoints": 5_850,
     "cli": 1_950,
-    "diagnosis": 13_270,
-    "function": 3_350,
+    "diagnosis": 13_280,
+    "function": 4_000,
     "huggingface": 900,
     "identify": 5_400,
-    "layers": 4_450,
-    "layouts": 5_200,
+    "layers": 4_850,
+    "layouts": 5_350,
     "masks": 2_400,
     "matrix": 2_400,
     "models": 700,

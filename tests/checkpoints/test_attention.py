@@ -298,14 +298,17 @@ def test_a_part_of_the_function_that_nothing_states_is_refused_by_name(tmp_path:
     assert load_attention(tmp_path, **given, score_bias=None).score_bias is None
 
 
-def test_a_rotation_in_sections_is_said(tmp_path: Path) -> None:
+def test_a_rotation_in_sections_is_read(tmp_path: Path) -> None:
     model, _, _ = llama(rope_parameters={"rope_type": "default", "rope_theta": 700.0})
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "qwen3_vl_text"}
     config["rope_parameters"] |= {"mrope_section": [2, 2, 1]}
-    with pytest.warns(UserWarning, match=r"time, row and column .* mrope_section \[2, 2, 1\]"):
-        layer = load_attention(tmp_path, layout="llama", config=config)
-    assert layer.rotary == Rotary(theta=700.0, width=10)
+    layer = load_attention(tmp_path, layout="llama", config=config, proof=False)
+    assert layer.rotary == Rotary(theta=700.0, width=10, axes=(0, 1, 2, 0, 1))
+    config["rope_parameters"]["mrope_section"] = [2, 2, 2]
+    config["model_type"] = "qwen2_vl_text"
+    with pytest.raises(OptionError, match="numbers whose sum is 5, half of the 10 channels"):
+        load_attention(tmp_path, layout="llama", config=config, proof=False)
 
 
 def test_a_module_of_another_part_than_the_text_model_is_refused(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ READ: dict[str, tuple[str, ...]] = {
     "phi": ("qk_layernorm=true", "rope_parameters left out"),
     "gemma3_text": ("use_bidirectional_attention=true", "rope_theta of v4", "rope_scaling of v4"),
     "gpt_neox": ("rope_parameters left out",),
+    "mpt": ("attn_config.clip_qkv=0.3",),
 }
 REFUSED: dict[str, tuple[str, ...]] = {
     "cohere": ("use_qk_norm=true",),
     "stablelm": ("qk_layernorm=true",),
     "deberta-v2": ('pos_att_type=["c2p", "p2c"]', "relative_attention=true"),
-    "mpt": ("attn_config.clip_qkv=0.3", "attn_config.softmax_scale=0.5"),
+    "mpt": ("attn_config.softmax_scale=0.5",),
     "mvp": ("use_prompt=true",),
 }
 

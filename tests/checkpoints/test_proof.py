@@ -23,6 +23,7 @@ from headwise.checkpoints.source import open_source
 from headwise.errors import MissingExtraError, OptionError
 from headwise.function.rotary import Rotary
 from headwise.function.scaling import YarnScaling
+from headwise.function.spec import ABSENT
 from headwise.layers.norm import QKNorm
 from headwise.masks.mask import Mask
 from headwise.support.wide import in_float64
@@ -209,7 +210,10 @@ def test_a_type_that_no_list_names_loads_with_its_numbers(kind: str, tmp_path: P
     torch.testing.assert_close(layer(x, mask=Mask.causal()), theirs)
 
 
-def test_a_form_that_is_missing_is_refused_with_the_stage(tmp_path: Path) -> None:
+def test_a_form_that_is_missing_is_refused_with_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configs, "_read_temperature", lambda *_: ABSENT)
     with pytest.raises(OptionError) as error:
         load_attention(_store("temperature", tmp_path))
     assert "ministral3 model: as llama, head outputs differ from Ministral3Attention" in str(

@@ -9,9 +9,8 @@ from torch import nn
 
 from headwise import Attention
 from headwise.checkpoints import load_attention, loading
-from headwise.checkpoints.inputs import LATE, find_field, list_inputs, list_runs
-from headwise.checkpoints.proof import _shift_call
-from headwise.checkpoints.skeleton import ClassCall, _tokens_in_rows
+from headwise.checkpoints.inputs import find_field, list_inputs, list_runs
+from headwise.checkpoints.skeleton import _tokens_in_rows
 from headwise.errors import OptionError
 from tools.huggingface_classes import classes
 from tools.huggingface_classes.trial import Row, built
@@ -65,18 +64,6 @@ def test_tokens_in_rows() -> None:
     assert torch.equal(_tokens_in_rows(x[:, 0], [ids]), x[:, 0])
     assert torch.equal(_tokens_in_rows(x[:, 0].transpose(0, 1), [ids]), x[:, 0])
     assert torch.equal(_tokens_in_rows(x[0].transpose(0, 1), [ids]), x[0].transpose(0, 1))
-
-
-def test_late_tokens_have_others_before_them() -> None:
-    x = torch.ones(2, 3, 4)
-    call = ClassCall(x=x, source=None, stages={"v": x, "output": 2 * x}, is_narrow=False)
-    shifted, real = _shift_call(call)
-    assert shifted.x.shape == (2, LATE + 3, 4)
-    assert not shifted.x[:, :LATE].any()
-    assert shifted.stages.keys() == {"output"}
-    assert torch.equal(shifted.stages["output"][:, LATE:], 2 * x)
-    assert torch.equal(real.sum(1), torch.tensor([3, 3]))
-    assert not real[:, :LATE].any()
 
 
 def test_a_field_of_a_part() -> None:

@@ -45,5 +45,5 @@ def rounding(rotary: Rotary, x: Tensor, positions: Tensor) -> Tensor:
     """How far the length of each rotated vector may be off: (batch, heads, length)."""
     eps = torch.finfo(x.dtype).eps / 2
     angle = float(rotary.frequencies(x.shape[-1]).max()) * positions.abs().double()
-    largest = max(1.0, rotary.attention_factor)
+    largest = max(1.0, rotary.amplitude)
     return eps * (angle + ROUNDINGS) * x.double().norm(dim=-1) * largest

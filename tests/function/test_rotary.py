@@ -69,7 +69,7 @@ def test_a_pair_is_a_complex_number_that_turns(
     x = normal(3, 6, LENGTH, 10)
     found = rotary.rotate(x, POSITIONS)
     angles = POSITIONS[:, None].double() * rotary.frequencies(10).double()
-    turn = torch.polar(torch.full_like(angles, rotary.attention_factor), angles)
+    turn = torch.polar(torch.full_like(angles, rotary.amplitude), angles)
     bound = rounding(rotary, x, torch.zeros(LENGTH))  # the angles are the very same
     for (a, b), angle in zip(pairs(rotary, width or 10), turn.unbind(1), strict=True):
         exact = torch.complex(x[..., a], x[..., b]) * angle
@@ -98,7 +98,7 @@ def test_scores_depend_on_differences_of_positions_only(
     scores = [
         rotary.rotate(q, at + moved) @ rotary.rotate(k, key_at + moved).mT for moved in (0, shift)
     ]
-    largest = max(1.0, rotary.attention_factor)
+    largest = max(1.0, rotary.amplitude)
     bound = torch.zeros_like(scores[0])
     for moved in (0, shift):
         of_q = rounding(rotary, q, at + moved)[..., None] * k.norm(dim=-1)[..., None, :] * largest
@@ -115,7 +115,7 @@ def test_position_zero_is_the_vector_itself(drawn: tuple[Rotary, int], seed: int
     x = vectors(seed, head_dim, dtype=torch.float32)
     found = rotary.rotate(x, torch.zeros(5, dtype=torch.long))
     width = rotary.rotated_width(head_dim)
-    assert torch.equal(found[..., :width], x[..., :width] * rotary.attention_factor)
+    assert torch.equal(found[..., :width], x[..., :width] * rotary.amplitude)
     assert torch.equal(found[..., width:], x[..., width:])
 
 
@@ -124,7 +124,7 @@ def test_lengths_are_kept(drawn: tuple[Rotary, int], seed: int, dtype: torch.dty
     rotary, head_dim = drawn
     x, at = vectors(seed, head_dim, dtype=dtype), positions_from(seed)
     width = rotary.rotated_width(head_dim)
-    before = x[..., :width].double().norm(dim=-1) * rotary.attention_factor
+    before = x[..., :width].double().norm(dim=-1) * rotary.amplitude
     after = rotary.rotate(x, at)[..., :width].double().norm(dim=-1)
     # The angle may be off by far more, but that turns a vector and does not stretch it.
     bound = rounding(rotary, x, torch.zeros(5)) + head_dim * 2**-53 * before

@@ -88,7 +88,7 @@ def test_llama3_keeps_short_waves_and_divides_long_ones() -> None:
     ],
 )
 def test_amplitude(scaling: Scaling, amplitude: float) -> None:
-    assert Rotary(scaling=scaling).attention_factor == amplitude
+    assert Rotary(scaling=scaling).amplitude == amplitude
 
 
 # ---- bit for bit -------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_as_hugging_face_has_it(name: str, head_dim: int, share: float, theta: f
     frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
     rotary = Rotary(theta, int(head_dim * share), scaling=scaling)
     assert torch.equal(rotary.frequencies(head_dim), frequencies)
-    assert rotary.attention_factor == factor
+    assert rotary.amplitude == factor
 
 
 @pytest.mark.parametrize("head_dim", [10, 64, 80])
@@ -167,7 +167,7 @@ def test_gpt_oss_as_published() -> None:
     frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
     rotary = Rotary(150_000.0, scaling=YarnScaling(32.0, 4096, truncate=False))
     assert torch.equal(rotary.frequencies(64), frequencies)
-    assert rotary.attention_factor == factor
+    assert rotary.amplitude == factor
 
 
 def test_deepseek_v3_as_published() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from headwise import Attention, Rotary
 from headwise.function import Latent
 from headwise.function.scaling import LinearScaling
+from headwise.function.spec import TemperatureRule, ValueRule
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
 from headwise.testing import Budget
@@ -49,14 +50,19 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
         "scale": chance.choose((None, None, 0.2)),
         "softcap": chance.choose((None, None, 3.0)),
         "sink": chance.maybe(0.3),
-        "output_gate": chance.choose((None, None, "head", "channel")),
+        "output_gate": chance.choose((None, None, "head", "channel", "channel softplus")),
+        "clip": chance.choose((None, None, None, 0.6)),
         **{f"{name}_bias": chance.maybe(0.7) for name in ("q", "k", "v", "out", "gate")},
     }
     options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads}
-    options |= {name: given[name] for name in ("scale", "softcap")}
+    options |= {name: given[name] for name in ("scale", "softcap", "clip", "output_gate")}
     has_latent = chance.maybe(0.25)
     if has_latent:
         _draw_latent(chance, given, options)
+    elif chance.maybe(0.3):
+        eps, factor = chance.choose((None, 1e-6)), chance.choose((1.0, 0.7))
+        given["values"], options["values"] = ValueRule(eps, factor), (eps, factor)
+    _draw_output_norm(chance, given, options)
     if not has_latent and not decodes and chance.maybe(0.25):
         given["source_dim"] = 15
     else:
@@ -69,6 +75,7 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
             "place": place,
             "one_plus": chance.maybe(),
             "eps": 1e-6,
+            "has_weight": place == "before" or chance.maybe(),
         }
         given["qk_norm"], options["norm"] = QKNorm(**norm), norm
     torch.manual_seed(chance.between(0, 2**31))
@@ -82,6 +89,13 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
     return Drawn(layer, options, f"Attention({embed_dim}, {heads}, {said}) {dtype}")
 
 
+def _draw_output_norm(chance: Chance, given: dict[str, Any], options: dict[str, Any]) -> None:
+    if chance.maybe(0.3):
+        kind, over = chance.choose((("rms", "width"), ("layer", "width"), ("rms", "head")))
+        given["output_norm"] = QKNorm(kind, over, has_weight=over == "width")
+        options["output_norm"] = {"kind": kind, "over": over, "one_plus": False, "eps": 1e-6}
+
+
 def _draw_latent(chance: Chance, given: dict[str, Any], options: dict[str, Any]) -> None:
     """Keys and values from a latent; with a small rank each form is cheaper in some calls."""
     rule = {
@@ -93,9 +107,9 @@ def _draw_latent(chance: Chance, given: dict[str, Any], options: dict[str, Any])
         "scaled": chance.maybe(0.3),
     }
     given |= {"latent": Latent(**rule), "latent_bias": chance.maybe()}
-    for name in ("num_kv_heads", "k_bias", "v_bias"):
+    for name in ("num_kv_heads", "k_bias", "v_bias", "clip"):
         del given[name]
-    options |= {"latent": rule, "kv_heads": options["heads"]}
+    options |= {"latent": rule, "kv_heads": options["heads"], "clip": None}
 
 
 def _places(
@@ -108,7 +122,15 @@ def _places(
             width=None if "latent" in given else chance.choose((None, 4)),
             pairing=chance.choose(("half-split", "interleaved")),
             scaling=chance.choose((None, None, LinearScaling(2.0))),
+            backwards=chance.maybe(0.2),
         )
+    if chance.maybe(0.25):
+        kind = chance.choose(("steps", "smooth"))
+        given["temperature"] = TemperatureRule(
+            0.3, chance.choose((3, 5)), chance.between(0, 1), kind
+        )
+        rule = given["temperature"]
+        options["temperature"] = (rule.factor, rule.length, rule.first, kind)
     if chance.maybe(0.4):
         given["score_bias"] = chance.choose(
             (Alibi(), Alibi(bias_max=4.0), T5Bias(8, 20, False), T5Bias(8, 9, True))
@@ -129,7 +151,7 @@ def _numbers(layer: Attention, options: dict[str, Any]) -> None:
         if rotary.scaling is not None:
             exact = exact / 2.0
         _check_numbers("frequencies", turns, exact)
-        options |= {"turns": turns, "pairing": rotary.pairing}
+        options |= {"turns": -turns if rotary.backwards else turns, "pairing": rotary.pairing}
     bias = layer.score_bias
     if bias is not None and hasattr(bias, "options"):
         t5 = bias.options

@@ -78,11 +78,44 @@ def buckets(d: Array, count: int, most: int, both: bool) -> Array:
 
 
 def normed(p: Parameters, name: str, x: Array, norm: dict[str, Any]) -> Array:
-    weight = p[f"{name}.weight"] + (1 if norm["one_plus"] else 0)
+    weight = p[f"{name}.weight"] + norm["one_plus"] if f"{name}.weight" in p else 1.0
     if norm["kind"] == "layer":
         x = x - x.mean(-1, keepdims=True)
     out = x / np.sqrt((x * x).mean(-1, keepdims=True) + norm["eps"]) * weight
-    return out + p[f"{name}.bias"] if norm["kind"] == "layer" else out
+    return out + p.get(f"{name}.bias", 0.0)
+
+
+def clipped(o: dict[str, Any], x: Array) -> Array:
+    return x if o.get("clip") is None else np.minimum(np.maximum(x, -o["clip"]), o["clip"])
+
+
+def warmed(o: dict[str, Any], q: Array, past: int) -> Array:
+    """Queries times their temperature; ``past`` tokens stand before the first."""
+    if "temperature" not in o:
+        return q
+    factor, length, first, kind = o["temperature"]
+    share = (past + np.arange(q.shape[2]) + first) / length
+    grown = np.maximum(share, 1) if kind == "smooth" else 1 + np.floor(share)
+    return q * (1 + factor * np.log(grown))[:, None]
+
+
+def changed(o: dict[str, Any], v: Array) -> Array:
+    """Values after the clip, their norm and their factor."""
+    v, (eps, factor) = clipped(o, v), o.get("values", (None, 1.0))
+    if eps is not None:
+        v = v / np.sqrt((v * v).mean(-1, keepdims=True) + eps)
+    return v * factor
+
+
+def normed_outputs(p: Parameters, o: dict[str, Any], outputs: Array) -> Array:
+    norm = o.get("output_norm")
+    if norm is None:
+        return outputs
+    if norm["over"] == "head":
+        return normed(p, "o_norm", outputs, norm)
+    x = merged(outputs)
+    x = normed(p, "o_norm", x, norm) * (x != 0).any(-1, keepdims=True)
+    return split(x, outputs.shape[1])
 
 
 def placed(p: Parameters, o: dict[str, Any], x: Array, name: str, heads: int) -> Array:
@@ -93,6 +126,7 @@ def placed(p: Parameters, o: dict[str, Any], x: Array, name: str, heads: int) ->
     x = split(x, heads)
     if norm and norm["over"] == "head" and norm["place"] == "before":
         x = normed(p, name, x, norm)
+    x = clipped(o, x)
     if "turns" in o:
         x = rotated(x, o["turns"], o["pairing"])
     return normed(p, name, x, norm) if norm and norm["place"] == "after" else x
@@ -137,10 +171,11 @@ def attention(
     x, source = p["x"], p.get("source", p["x"])
     if "latent" in o:
         q, k, v = from_latents(p, o, x)
+        q = warmed(o, q, 0)
     else:
         q = placed(p, o, linear(p, "q_proj", x), "q_norm", o["heads"])
         k = placed(p, o, linear(p, "k_proj", source), "k_norm", o["kv_heads"])
-        v = split(linear(p, "v_proj", source), o["kv_heads"])
+        q, v = warmed(o, q, 0), changed(o, split(linear(p, "v_proj", source), o["kv_heads"]))
     if o.get("window"):
         clauses = [*clauses, ("window", *o["window"], None)]
     if "alibi" in o:
@@ -150,10 +185,12 @@ def attention(
         table = p["score_bias.relative_attention_bias.weight"]
         parts = [*parts, ("dense", np.moveaxis(table[buckets(d, *o["t5"])], 2, 0)[None])]
     matrix = Matrix(q, k, clauses, parts, o.get("scale"), o.get("softcap"), p.get("sink"))
-    outputs = matrix.outputs(v)
+    outputs = normed_outputs(p, o, matrix.outputs(v))
     if "gate_proj.weight" in p:
         gates = split(linear(p, "gate_proj", x), o["heads"])
-        outputs = outputs / (1 + np.exp(-gates))
+        is_softplus = o["output_gate"].endswith("softplus")
+        opened = np.log1p(np.exp(gates)) if is_softplus else 1 / (1 + np.exp(-gates))
+        outputs = outputs * opened
     gated = outputs
     if "gate" in p:
         gated = outputs * np.broadcast_to(p["gate"], outputs.shape[:2])[..., None, None]

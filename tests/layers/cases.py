@@ -9,7 +9,8 @@ from torch import Tensor
 
 from headwise import Attention, Mask, Rotary, ScoreBias
 from headwise.function import Latent
-from headwise.function.scaling import LinearScaling, YarnScaling
+from headwise.function.scaling import LinearScaling, ProportionalScaling, YarnScaling
+from headwise.function.spec import TemperatureRule, ValueRule
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
 
@@ -32,6 +33,9 @@ LAYER: dict[str, dict[str, dict[str, Any]]] = {
         "interleaved yarn": {
             "rotary": Rotary(pairing="interleaved", scaling=YarnScaling(4.0, original_length=12))
         },
+        "backwards, proportional": {
+            "rotary": Rotary(backwards=True, scaling=ProportionalScaling(0.5))
+        },
     },
     "by distance": {
         "none": {},
@@ -44,6 +48,24 @@ LAYER: dict[str, dict[str, dict[str, Any]]] = {
         "after": {"qk_norm": QKNorm(place="after")},
         "width": {"qk_norm": QKNorm(over="width")},
         "layer": {"qk_norm": QKNorm(kind="layer")},
+        "no weight": {"qk_norm": QKNorm(place="after", has_weight=False)},
+    },
+    "temperature": {
+        "none": {},
+        "steps": {"temperature": TemperatureRule(0.3, 5)},
+        "smooth": {"temperature": TemperatureRule(0.3, 5, first=1, kind="smooth")},
+    },
+    "clip": {"none": {}, "0.7": {"clip": 0.7}},
+    "values": {
+        "none": {},
+        "norm": {"values": ValueRule(eps=1e-6)},
+        "factor": {"values": ValueRule(factor=0.7)},
+    },
+    "output_norm": {
+        "none": {},
+        "width": {"output_norm": QKNorm(over="width")},
+        "layer": {"output_norm": QKNorm("layer", over="width")},
+        "head": {"output_norm": QKNorm(has_weight=False)},
     },
     "window": {"none": {}, "past": {"window": (5, 0)}, "both": {"window": (3, 2)}},
     "scale": {"none": {}, "0.2": {"scale": 0.2}},
@@ -53,6 +75,7 @@ LAYER: dict[str, dict[str, dict[str, Any]]] = {
         "none": {},
         "head": {"output_gate": "head"},
         "channel": {"output_gate": "channel", "gate_bias": False},
+        "softplus": {"output_gate": "head softplus"},
     },
     "latent": {
         "none": {},
@@ -73,13 +96,15 @@ ORDER = {name: place for place, name in enumerate(AXES)}
 
 def allowed(case: Case) -> bool:
     """Whether the options chosen so far can be combined."""
-    places = ("rotary", "by distance", "window")
+    places = ("rotary", "by distance", "window", "temperature")
     if case.get("source") == "another" and any(case.get(n, "none") != "none" for n in places):
         return False
     if case.get("latent", "none") != "none" and (
         case.get("kv_heads", "6") != "6"
         or case.get("qk_norm", "none") != "none"
         or case.get("source") == "another"
+        or case.get("clip", "none") != "none"
+        or case.get("values", "none") != "none"
     ):
         return False
     return not (case.get("source") == "another" and case.get("mask") == "segments")

@@ -1,10 +1,13 @@
 """The layer written out by hand, in the dtype of its parameters: the oracle of its tests."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask, Rotary, ScoreBias
 from headwise.function import stages
+from headwise.function.spec import TemperatureRule
 from headwise.layers.norm import QKNorm
 
 
@@ -24,6 +27,7 @@ def head_outputs(
         q = placed(layer, applied(layer.q_proj, x), layer.num_heads, layer.q_norm)
         k = placed(layer, applied(layer.k_proj, keys_from), layer.num_kv_heads, layer.k_norm)
         v = torch.stack(applied(layer.v_proj, keys_from).chunk(layer.num_kv_heads, -1), 1)
+    q, v = warmed(q, layer.temperature), changed(v, layer)
     mask, score_bias = mask or Mask(), score_bias or ScoreBias()
     if layer.window is not None:
         mask = mask & Mask.window(*layer.window)
@@ -39,9 +43,18 @@ def head_outputs(
         softcap=layer.softcap,
         sink=layer.sink,
     )
+    if (norm := layer.output_norm) is not None:
+        outputs = outputs.transpose(1, 2)
+        joined = outputs.flatten(2) if norm.over == "width" else outputs
+        normed = normalised(joined, norm, layer.o_norm)
+        if norm.over == "width":  # a query that attends to nothing has outputs of 0
+            normed = normed * (joined != 0).any(-1, keepdim=True)
+        outputs = normed.reshape(outputs.shape).transpose(1, 2)
     if layer.gate_proj is None:
         return outputs
     gates = torch.stack(applied(layer.gate_proj, x).chunk(layer.num_heads, -1), 1)
+    if layer.output_gate.endswith("softplus"):
+        return outputs * torch.log1p(torch.exp(gates))
     return outputs / (1 + torch.exp(-gates))
 
 
@@ -65,6 +78,26 @@ def from_latents(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if layer.rotary is not None:
         queries, keys = rotated(queries, layer.rotary), rotated(keys, layer.rotary)
     return queries, keys, torch.stack(applied(layer.v_proj, c).chunk(layer.num_heads, -1), 1)
+
+
+def warmed(q: Tensor, rule: TemperatureRule | None) -> Tensor:
+    """Queries times their temperature, one by one."""
+    if rule is None:
+        return q
+    factors = []
+    for place in range(q.shape[2]):
+        share = (place + rule.first) / rule.length
+        grown = max(share, 1) if rule.kind == "smooth" else 1 + math.floor(share)
+        factors.append(1 + rule.factor * math.log(grown))
+    return q * q.new_tensor(factors)[:, None]
+
+
+def changed(v: Tensor, layer: Attention) -> Tensor:
+    if layer.clip is not None:
+        v = torch.where(v.abs() > layer.clip, layer.clip * v.sign(), v)
+    if layer.values is not None and layer.values.eps is not None:
+        v = v / (v.square().mean(-1, keepdim=True) + layer.values.eps).sqrt()
+    return v if layer.values is None else v * layer.values.factor
 
 
 def output(
@@ -99,6 +132,8 @@ def placed(layer: Attention, x: Tensor, heads: int, norm: nn.Module | None) -> T
     x = torch.stack(x.chunk(heads, dim=-1), dim=1)
     if spec is not None and spec.over == "head" and spec.place == "before":
         x = normalised(x, spec, norm)
+    if layer.clip is not None:
+        x = torch.where(x.abs() > layer.clip, layer.clip * x.sign(), x)
     if layer.rotary is not None:
         x = rotated(x, layer.rotary)
     if spec is not None and spec.place == "after":
@@ -108,13 +143,13 @@ def placed(layer: Attention, x: Tensor, heads: int, norm: nn.Module | None) -> T
 
 def normalised(x: Tensor, spec: QKNorm, norm: nn.Module | None) -> Tensor:
     assert norm is not None
-    weight = 1 + norm.weight if spec.one_plus else norm.weight
+    weight = norm.weight if spec.has_weight else x.new_ones(())
+    weight = 1 + weight if spec.one_plus and spec.has_weight else weight
     if spec.kind == "rms":
         return x / (x.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight
     centred = x - x.mean(-1, keepdim=True)
-    return (
-        centred / (centred.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight + norm.bias
-    )
+    out = centred / (centred.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight
+    return out if norm.bias is None else out + norm.bias
 
 
 def rotated(x: Tensor, rotary: Rotary) -> Tensor:
@@ -127,7 +162,8 @@ def rotated(x: Tensor, rotary: Rotary) -> Tensor:
     for pair in range(width // 2):
         interleaved = rotary.pairing == "interleaved"
         i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + width // 2)
-        cos, sin = angles[:, pair].cos(), angles[:, pair].sin()
-        out[i] = (x[..., i] * cos - x[..., j] * sin) * rotary.attention_factor
-        out[j] = (x[..., i] * sin + x[..., j] * cos) * rotary.attention_factor
+        turn = -angles[:, pair] if rotary.backwards else angles[:, pair]
+        cos, sin = turn.cos(), turn.sin()
+        out[i] = (x[..., i] * cos - x[..., j] * sin) * rotary.amplitude
+        out[j] = (x[..., i] * sin + x[..., j] * cos) * rotary.amplitude
     return torch.stack(out, -1)

@@ -7,7 +7,7 @@ from torch import Tensor
 from headwise import Attention, Mask, Rotary, compare
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
-from headwise.function import Latent
+from headwise.function import DynamicScaling, Latent, TemperatureRule, ValueRule
 from headwise.function.records import stages_of
 from headwise.layers.conversion import state_per_head
 from headwise.layers.distance import Alibi, T5Bias
@@ -20,6 +20,17 @@ OPTIONS = {
     "norm of the width": {"qk_norm": QKNorm(over="width"), "rotary": Rotary()},
     "norm after": {"qk_norm": QKNorm(place="after"), "rotary": Rotary(), "softcap": 3.0},
     "gate of channels": {"output_gate": "channel", "num_kv_heads": 2, "value_dim": 7},
+    "softplus, norms": {
+        "output_gate": "head softplus",
+        "output_norm": QKNorm("layer", over="width"),
+        "values": ValueRule(eps=1e-6, factor=0.7),
+    },
+    "clip, temperature": {
+        "clip": 0.7,
+        "temperature": TemperatureRule(0.4, 5),
+        "rotary": Rotary(scaling=DynamicScaling(4.0, 9), backwards=True),
+        "qk_norm": QKNorm(place="after", has_weight=False),
+    },
     "alibi, sink": {"score_bias": Alibi(), "sink": True, "window": (5, 0)},
     "latent": {
         "latent": Latent(rank=9, shared_width=4, query_rank=11),

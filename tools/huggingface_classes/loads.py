@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.checkpoints.config import layer_attends, layout_name
@@ -46,9 +47,11 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
         opened = open_checkpoint(folder, dict.fromkeys(COUNTS))
         prefixes = list(_prefixes(opened))[:MOST]
         # What transformers reads from the folder, where a null of the config may be a default.
-        calls = _calls(type(model).from_pretrained(folder).eval(), given)
+        stored = type(model).from_pretrained(folder).eval()
+        with _kept_positions(stored) as positions:
+            calls = _calls(stored, given)
         layers = StoredLayers(opened)
-        outcomes = [_outcome(layers, prefix, calls) for prefix in prefixes]
+        outcomes = [_outcome(layers, prefix, calls, positions) for prefix in prefixes]
     if not outcomes:
         obstacle = registry.find_obstacle(opened.source.headers)
         return REFUSED, "no layout has its tensors" if obstacle is None else obstacle.reason
@@ -87,6 +90,22 @@ def _calls(model: nn.Module, given: dict[str, Any]) -> list[CapturedCall]:
     return calls
 
 
+@contextmanager
+def _kept_positions(model: nn.Module) -> Iterator[list[Tensor]]:
+    """The positions of several axes that a rotation of the model got."""
+    kept: list[Tensor] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        every = (*args, *kwargs.values())
+        kept.extend(x for x in every if isinstance(x, Tensor) and not x.is_floating_point())
+
+    rotations = (m for m in model.modules() if getattr(m, "mrope_section", None))
+    hooks = [m.register_forward_pre_hook(keep, with_kwargs=True) for m in rotations]
+    yield kept
+    for hook in hooks:
+        hook.remove()
+
+
 def _shorten(words: str, folder: Path) -> str:
     """The reason without the folder, and what all unknown types have."""
     words = words.replace(f"{folder}/", "").replace(f"{folder} ", "")
@@ -100,18 +119,19 @@ def _has_output_of(layer: Attention, call: CapturedCall) -> bool:
     return call.out_proj is not None and torch.equal(heads, call.out_proj)
 
 
-def _outcome(layers: StoredLayers, prefix: str, calls: Iterable[CapturedCall]) -> tuple[str, str]:
+def _outcome(
+    layers: StoredLayers, prefix: str, calls: Iterable[CapturedCall], positions: list[Tensor]
+) -> tuple[str, str]:
     folder = layers.opened.source.folder
     try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             layer = layers.load(0, prefix)
     except HeadwiseError as error:
         return REFUSED, _shorten(error.saw, folder)
     if not layer.proof.startswith("proved"):
         return UNPROVED, _shorten(layer.proof, folder)
-    if any("right for text without images" in str(each.message) for each in warned):
-        return LOADED, ""  # it says that pictures give other numbers
+    several = layer.rotary is not None and layer.rotary.axis_count > 1
     name = prefix.rstrip("./")
     for call in calls:
         theirs = call.outputs if call.mixed is None else None
@@ -129,7 +149,9 @@ def _outcome(layers: StoredLayers, prefix: str, calls: Iterable[CapturedCall]) -
         if layer.score_bias is None and call.matrix.score_bias.tensors:
             continue  # a mask of finite numbers, made of what the model sees
         with torch.no_grad():
-            mine = layer.head_outputs(call.state, mask=call.matrix.mask)
+            fitting = (x for x in positions if x.shape[-2:] == call.state.shape[:2])
+            places = next(fitting, None) if several else None
+            mine = layer.head_outputs(call.state, mask=call.matrix.mask, positions=places)
         if mine.shape != theirs.shape:
             return OTHER, f"{prefix}: head outputs of another shape"
         real = call.real_queries[:, None, :, None]

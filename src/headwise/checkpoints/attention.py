@@ -14,7 +14,7 @@ from headwise.checkpoints.config import resolve
 from headwise.checkpoints.fields import Config
 from headwise.errors import OptionError
 from headwise.function.spec import ABSENT, FROM_CONFIG, OPEN_FIELDS, AttentionSpec, BucketRule
-from headwise.function.weights import State
+from headwise.function.weights import KINDS, State
 from headwise.layers.attention import Attention
 from headwise.layers.conversion import options_of_spec
 from headwise.layouts._layout import Layout
@@ -50,6 +50,8 @@ def attention_from_state(
     """
     _require_fitting_config(module, layout, config, sizes)
     stored = {local: state[name] for name, local in module.tensors.items()}
+    if layout.optional and not _has_values(layout, stored):
+        _add_values_of_keys(module, layout, config, stored)
     if isinstance(layout.function.score_bias, BucketRule):
         layout = _add_shared_distance_table(layout, module, modules, stored, state)
     if dtype is not None:
@@ -74,6 +76,27 @@ def attention_from_state(
         num_kv_heads=sizes.get("kv_heads"),
         **{**stated, **options},
     )
+
+
+def _has_values(layout: Layout, stored: State) -> bool:
+    """False if a layout whose modules may lack a projection of values has none here."""
+    values = KINDS[0]["v"]
+    held = {tensor for name in stored for tensor in layout.patterns[name].tensors}
+    return values not in layout.optional or values in held
+
+
+def _add_values_of_keys(module: NamedModule, layout: Layout, config: Config, stored: State) -> None:
+    """Add the projection of values that is that of keys, in layers of Gemma 4 without another."""
+    fields = config_json.text_config(config)
+    is_usual = str(fields.text("model_type")).startswith("diffusion_gemma")  # has no such field
+    if not fields.flag("attention_k_eq_v", default=is_usual):
+        raise OptionError(
+            saw=f"{module.prefix} of {layout.name}, and no projection of values",
+            needed="one, or attention_k_eq_v in the config: values are then projected keys",
+            do="give all tensors of this module; or use the model's class",
+        )
+    for name in [name for name in stored if name.startswith("k_proj.")]:
+        stored[name.replace("k_proj", "v_proj")] = stored[name]
 
 
 def _require_fitting_config(

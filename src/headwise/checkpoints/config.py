@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints.fields import Config, ConfigFields
+from headwise.checkpoints.rotations import read_axes, read_scaling, rotary_scaling_kind
 from headwise.checkpoints.source import require_no_pointer
 from headwise.errors import OptionError
 from headwise.function import spec
-from headwise.function.scaling import (
-    LinearScaling,
-    Llama3Scaling,
-    Scaling,
-    YarnScaling,
-    yarn_magnitude,
-)
+from headwise.function.scaling import ProportionalScaling, yarn_magnitude
 from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, RotaryRule
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
@@ -40,15 +35,23 @@ _SHARES = ("rotary_pct", "partial_rotary_factor")  # rotated share of head_dim
 _THETAS = ("rotary_emb_base", "global_rope_theta", "rope_theta")  # in older files
 _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
 
-_ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # layers without a window do not rotate
+_ROTATE_IN_WINDOWS = (
+    "afmoe",
+    "cohere2",
+    "exaone4",
+    "exaone_moe",
+)  # layers without a window do not rotate
+_MAY_CLIP = ("llama", "olmo2")  # OLMo, OLMoE
+_NORM_WITH_ROTATION = ("llama4", "llama4_text")  # layers that do not rotate do not normalise
 _TWO_SIDED = ("gemma3", "gemma3_text")  # with use_bidirectional_attention
 _WINDOWS_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2")
 
 # model_type -> the layout of its files, where tensor names and shapes fit several layouts; those of
 # _OWN have the name of their model_type.
 _OWN = (
-    "bloom chameleon codegen dbrx deberta deberta-v2 distilbert esm gemma2 gptj internlm2 "
-    "lfm2 modernbert mpt mpnet phi starcoder2 umt5 vitdet whisper xlnet"
+    "afmoe bitnet bloom chameleon codegen dbrx deberta deberta-v2 distilbert esm gemma2 gptj "
+    "internlm2 laguna lfm2 lfm3 modernbert mpt mpnet nanochat phi starcoder2 umt5 vitdet whisper "
+    "xlnet"
 )
 _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
     kind: layout
@@ -63,6 +66,7 @@ _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
         "deepseek": "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 youtu",
         "dinov3": "dinov3_vit",
         "gemma3": "gemma3 gemma3_text",
+        "gemma4": "gemma3n_text gemma4_text gemma4_unified_text",
         "glm": "glm glm4",
         "gpt-neo": "gpt_neo",
         "gpt-oss": "gpt_oss",
@@ -70,9 +74,13 @@ _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
         "granite": "granite granitemoe granitemoeshared hyperclovax",
         "hunyuan": "hunyuan_v1_dense",
         "kimi-linear": "kimi_linear",
-        "llama": "arcee cwm gemma llama mistral mixtral olmo phimoe seed_oss smollm3",
+        "llama": "arcee cwm gemma llama ministral3 mistral mixtral olmo phimoe seed_oss smollm3",
+        "llama4": "llama4 llama4_text",
         "longcat-flash": "longcat_flash",
+        "mimo": "mimo_v2_flash",
         "minicpm3": "minicpm3",
+        "muse": "muse_spark_text",
+        "muse-glimmer": "muse_glimmer_text",
         "nemotron": "nemotron stablelm",
         "neox": "gpt_neox",
         "olmo2": "olmo2 olmo3",
@@ -82,6 +90,7 @@ _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
         "qwen2": "qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text",
         "qwen3-next": "qwen3_next qwen3_5_text",
         "qwen3": "apertus dots1 qwen3 qwen3_moe qwen3_vl_text",
+        "step3p7": "step3p5 step3p7",
         "t5": "mt5 t5",
         "vit": "audio-spectrogram-transformer beit deit dinov2 dpt flava ijepa vit vit_mae "
         "vit_msn vivit yolos",
@@ -216,16 +225,24 @@ def _read_counts(fields: ConfigFields) -> Sizes:
     if fields.get("kv_lora_rank") is not None:
         return _read_counts_with_latent(fields)
     counts = {size: _read_first_count(fields, names.split()) for size, names in NAMES.items()}
+    if _has_two_heads(fields):
+        counts |= {"head_dim": None, "kv_heads": None}
+    if fields.text("model_type") == "mimo_v2_flash":  # layers with a window have twice as many
+        counts["kv_heads"] = None
+    if of_layers := {*fields.layer_values("num_attention_heads_per_layer")}:  # Laguna
+        counts["heads"] = of_layers.pop() if len(of_layers) == 1 else None
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         counts["kv_heads"] = 1
     # MPT and DBRX have kv_n_heads in attn_config.
     inner = fields.section("attn_config") or ConfigFields({})
     counts["kv_heads"] = inner.count("kv_n_heads", most=_MAX_HEADS) or counts["kv_heads"]
     sizes = {size: count for size, count in counts.items() if count is not None}
-    width, head_dim = _read_share_of_head(fields, sizes), read_head_dim(fields, sizes)
+    layers = range(len(fields.layer_values("layer_types")) or 1)
+    widths = {_read_share_of_head(fields, sizes, layer) for layer in layers}
+    width, head_dim = widths.pop(), read_head_dim(fields, sizes)
     if head_dim and fields.section("pruned_heads"):
         sizes = {"head_dim": head_dim}  # each layer has heads of its own number
-    if width is not None and "rotary_width" not in sizes:
+    if width is not None and not widths and "rotary_width" not in sizes:
         sizes["rotary_width"] = width + width % 2  # transformers turns whole pairs
     return sizes
 
@@ -241,11 +258,18 @@ def _read_counts_with_latent(fields: ConfigFields) -> Sizes:
     return {size: count for size, count in counts.items() if count is not None}
 
 
-def _read_share_of_head(fields: ConfigFields, sizes: Sizes) -> int | None:
+def _has_two_heads(fields: ConfigFields) -> bool:
+    """True if layers without a window have heads of another size, as in Gemma 4."""
+    return bool(fields.get("per_layer_config") or fields.get("global_head_dim"))
+
+
+def _read_share_of_head(fields: ConfigFields, sizes: Sizes, layer: int) -> int | None:
     """Return the width of a rotation of a share of each head; None where no share is stated."""
-    head_dim, rotation = read_head_dim(fields, sizes), rotary_section_of_layer(fields, 0)
+    head_dim, rotation = read_head_dim(fields, sizes), rotary_section_of_layer(fields, layer)
     shares = (part.number(n) for n in _SHARES for part in (rotation, fields))
     share = next((share for share in shares if share is not None and 0 < share <= 1), None)
+    if rotary_scaling_kind(rotation) == "proportional":  # all channels are in pairs
+        return None
     return int(head_dim * share) if share is not None and head_dim else None
 
 
@@ -402,6 +426,8 @@ def layout_name(config: Config) -> str | None:
 
 
 def read_head_dim(fields: ConfigFields, counts: Sizes) -> int | None:
+    if _has_two_heads(fields):
+        return None
     embed_dim = _read_first_count(fields, ("hidden_size", "n_embd", "d_model", "dim", "emb_dim"))
     quotient = embed_dim // counts["heads"] if embed_dim and "heads" in counts else None
     return counts.get("head_dim", quotient)
@@ -476,8 +502,9 @@ def _find_contradictions(
             yield "clip", f"clip_qkv {section['clip_qkv']}"
         if section.number("softmax_scale") and function.scale is not FROM_CONFIG:
             yield "scale", f"softmax_scale {section['softmax_scale']}"
+    is_bare = fields.text("model_type") in _NORM_WITH_ROTATION and not rotates
     for name, form in find_stated_forms(fields):
-        if getattr(function, name, ABSENT) is ABSENT:
+        if getattr(function, name, ABSENT) is ABSENT and not (name == "qk_norm" and is_bare):
             yield name, form
     width = sizes.get("rotary_width", head_dim)
     if function.rotation and not function.is_rotary_width_open and width != head_dim:
@@ -508,8 +535,12 @@ def layout_in_layer(layout: Layout, config: Config, number: int) -> Layout:
         function = layout.function
     if rotates is False:
         function = replace(function, rotary=ABSENT)
+        if layout.name == "llama4":
+            function = replace(function, qk_norm=ABSENT)
     elif rotates and function.rotary is FROM_CONFIG:
         function = replace(function, rotary=RotaryRule())
+    if layout.name in _MAY_CLIP and text_config(config).get("clip_qkv"):
+        function = replace(function, clip=FROM_CONFIG)
     return replace(layout, function=function)
 
 
@@ -534,10 +565,12 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
     if norm is FROM_CONFIG and "qk_layernorm" in fields:
         stated["qk_norm"] = norm = spec.NormRule("layer") if fields["qk_layernorm"] else ABSENT
     if isinstance(norm, spec.NormRule):
-        epsilons = (fields.number(name) for name in _EPS)
         usual = 1e-5 if norm.kind == "layer" else 1e-6  # those of the classes
-        eps = next((number for number in epsilons if number is not None), usual)
-        stated["qk_norm"] = replace(norm, eps=eps)
+        stated["qk_norm"] = replace(norm, eps=_read_eps(fields, usual))
+    if isinstance(function.output_norm, spec.NormRule):
+        stated["output_norm"] = replace(function.output_norm, eps=_read_eps(fields))
+    if isinstance(function.values, spec.ValueRule):
+        stated["values"] = _read_values(function.values, fields)
     if function.buckets and function.buckets.buckets is FROM_CONFIG:
         # MPNet's class counts 32 whatever its config says.
         is_fixed = fields.text("model_type") == "mpnet"
@@ -548,11 +581,38 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
         )
     if function.window is FROM_CONFIG:
         stated["window"] = window_sides(fields, layer) or ABSENT
+    if function.temperature is FROM_CONFIG:
+        stated["temperature"] = _read_temperature(fields, layer)
     if function.clip is FROM_CONFIG and fields:
         section = fields.section("attn_config") or fields
         stated["clip"] = section.number("clip_qkv") or ABSENT
     resolved = replace(function, **stated)
     return replace(resolved, **_read_of_model_type(resolved, fields))
+
+
+def _read_eps(fields: ConfigFields, usual: float = 1e-6) -> float:
+    epsilons = (fields.number(name) for name in _EPS)
+    return next((number for number in epsilons if number is not None), usual)
+
+
+def _read_values(rule: spec.ValueRule, fields: ConfigFields) -> spec.ValueRule | spec.Unset:
+    """Return the change of values, absent where MiMo's config states no factor."""
+    if rule.factor is not FROM_CONFIG:
+        return replace(rule, eps=_read_eps(fields))
+    stated = fields.number("attention_value_scale")
+    return ABSENT if stated is None else replace(rule, factor=stated)
+
+
+def _read_temperature(fields: ConfigFields, layer: int) -> spec.TemperatureRule | spec.Unset:
+    """Return the temperature of Llama 4, in layers that do not rotate, or of Ministral 3."""
+    rotary = rotary_section_of_layer(fields, layer)
+    if beta := rotary.number("llama_4_scaling_beta"):
+        length = rotary.required_number("original_max_position_embeddings")
+        return spec.TemperatureRule(beta, length)
+    if not fields.flag("attn_temperature_tuning") or layer_rotates(fields, layer) is not False:
+        return ABSENT
+    factor, length = map(fields.required_number, ("attn_scale", "floor_scale"))
+    return spec.TemperatureRule(factor, length, first=1)
 
 
 def _read_scale(fields: ConfigFields, layer: int) -> float | spec.ScaleRule:
@@ -564,6 +624,8 @@ def _read_scale(fields: ConfigFields, layer: int) -> float | spec.ScaleRule:
     scalar = fields.number("query_pre_attn_scalar")
     if scalar is not None and scalar < 0:
         raise fields.field_error("query_pre_attn_scalar", "a positive number")
+    if of_queries := fields.number("qk_scale_factor"):  # in Muse
+        return of_queries * USUAL_SCALE.scale(int(fields.required_number("head_dim")))
     return float(scalar**-0.5) if scalar else fields.number("attention_multiplier") or USUAL_SCALE
 
 
@@ -590,51 +652,19 @@ def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRu
     rotary = rotary_section_of_layer(fields, layer)
     if not rotary and fields.text("model_type") in SCALED:
         raise fields.field_error("rope_parameters", "a JSON object, which has the scaling")
-    counts, scaling = read_stated_counts(fields), None
-    if (kind := rotary_scaling_kind(rotary)) is not None:
-        if kind not in _SCALINGS:
-            raise OptionError(
-                saw=f"the rotary scaling {describe_value(kind)} in the config",
-                needed=f"default, {', '.join(_SCALINGS)}",
-                do="pass rotary=Rotary(...) with the same frequencies",
-            )
-        scaling = _SCALINGS[kind](rotary, fields)
+    counts, scaling = read_stated_counts(fields), read_scaling(rotary, fields)
     theta = rotary.number("rope_theta") or next(filter(None, map(fields.number, _THETAS)), 10_000.0)
-    width = counts.get("rotary_width", read_head_dim(fields, counts))
-    exponent = _read_share_of_head(fields, counts)  # the last of an odd number turns in a pair too
-    if width and exponent and width == exponent + 1 and scaling is None:
-        theta = theta ** (width / exponent)
-    return replace(rule, theta=theta, width=width, scaling=scaling)
-
-
-def rotary_scaling_kind(rotary: ConfigFields) -> str | None:
-    """Return the name of the scaling in a rotary section; None for the usual frequencies."""
-    kind = rotary.text("rope_type" if "rope_type" in rotary else "type")
-    return None if kind in (None, "", "default", "mrope") else kind
-
-
-def _read_original_length(rotary: ConfigFields, fields: ConfigFields) -> int:
-    name = "max_position_embeddings"
-    count = rotary.count(f"original_{name}") or fields.count(name)
-    return count or int(fields.required_number(name))
-
-
-_SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields], Scaling]] = {
-    "linear": lambda rotary, _: LinearScaling(rotary.required_number("factor")),
-    "llama3": lambda rotary, fields: Llama3Scaling(
-        factor=rotary.required_number("factor"),
-        low_freq_factor=rotary.required_number("low_freq_factor"),
-        high_freq_factor=rotary.required_number("high_freq_factor"),
-        original_length=_read_original_length(rotary, fields),
-    ),
-    "yarn": lambda rotary, fields: YarnScaling(
-        factor=rotary.required_number("factor"),
-        original_length=_read_original_length(rotary, fields),
-        beta_fast=rotary.number("beta_fast") or 32.0,
-        beta_slow=rotary.number("beta_slow") or 1.0,
-        attention_factor=rotary.number("attention_factor"),
-        mscale=rotary.number("mscale"),
-        mscale_all_dim=rotary.number("mscale_all_dim"),
-        truncate=rotary.flag("truncate", default=True),
-    ),
-}
+    exponent = _read_share_of_head(fields, counts, layer)
+    whole = read_head_dim(fields, counts) if exponent is None else exponent + exponent % 2
+    width = counts.get("rotary_width", whole)  # the last of an odd number turns in a pair too
+    is_odd = width and exponent and width == exponent + 1 and scaling is None
+    if isinstance(scaling, ProportionalScaling):
+        width = read_head_dim(fields, counts)
+    return replace(
+        rule,
+        theta=theta,
+        width=width,
+        scaling=scaling,
+        exponent_width=exponent if is_odd else None,
+        axes=read_axes(rotary, fields, width),
+    )

@@ -11,8 +11,8 @@ from headwise.support.text import describe_value
 
 Config = Mapping[str, Any]
 
-_MAX_TEXT = 200  # characters of a name
-_MAX_COUNT = 2**31 - 1
+MAX_TEXT = 200  # characters of a name
+MAX_COUNT = 2**31 - 1
 
 
 class ConfigFields(dict[str, Any]):
@@ -37,16 +37,16 @@ class ConfigFields(dict[str, Any]):
             return value
         raise self.field_error(name, needed)
 
-    def count(self, name: str, *, most: int = _MAX_COUNT) -> int | None:
+    def count(self, name: str, *, most: int = MAX_COUNT) -> int | None:
         """Return a whole number from 1; None also for a list of counts, one for each part."""
         if isinstance(self.get(name), list):
             return None
         needed = f"a whole number from 1 to {most}"
-        value = self.read(name, needed, lambda n: _is_number(n) and 0 < n <= most and n == int(n))
+        value = self.read(name, needed, lambda n: is_number(n) and 0 < n <= most and n == int(n))
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | None:
-        value = self.read(name, "a finite number", _is_number)
+        value = self.read(name, "a finite number", is_number)
         return None if value is None else float(value)
 
     def required_number(self, name: str) -> float:
@@ -61,9 +61,9 @@ class ConfigFields(dict[str, Any]):
         return default if value is None else bool(value)
 
     def text(self, name: str) -> str | None:
-        needed = f"a text of at most {_MAX_TEXT} printable characters"
+        needed = f"a text of at most {MAX_TEXT} printable characters"
         value: str | None = self.read(
-            name, needed, lambda x: isinstance(x, str) and len(x) <= _MAX_TEXT and x.isprintable()
+            name, needed, lambda x: isinstance(x, str) and len(x) <= MAX_TEXT and x.isprintable()
         )
         return value
 
@@ -86,6 +86,6 @@ class ConfigFields(dict[str, Any]):
         )
 
 
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
+def is_number(value: Any) -> bool:
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and abs(value) <= sys.float_info.max

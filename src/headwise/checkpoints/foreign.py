@@ -11,6 +11,7 @@ from headwise.checkpoints import torch_file
 from headwise.checkpoints.config import attention_window, text_config
 from headwise.checkpoints.description import PARAMS, SCALING, Description, mlp_width
 from headwise.checkpoints.fields import ConfigFields
+from headwise.checkpoints.rotations import rotary_scaling_kind
 from headwise.checkpoints.safetensors import KEY, TensorFile
 from headwise.checkpoints.shares import RANK_FOLDER, TRACKER
 from headwise.checkpoints.staging import write_synced
@@ -124,7 +125,7 @@ def _require_loadable_by_meta(
 def _meta_rotary_params(config: ConfigFields) -> dict[str, Any]:
     rotation = config_json.rotary_section_of_layer(config, 0)
     theta = rotation.number("rope_theta") or config.number("rope_theta") or 10_000.0
-    kind = config_json.rotary_scaling_kind(rotation)
+    kind = rotary_scaling_kind(rotation)
     if kind is None:
         return {"rope_theta": theta}
     scaling = {name: rotation.get(name) for name in SCALING if name != "rope_type"}

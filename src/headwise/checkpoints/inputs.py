@@ -48,13 +48,13 @@ def list_inputs(run: Any, *, is_large: bool, is_mixed: bool) -> Iterator[Iterato
     is_picture = "pixel_values" in takes and parameters["pixel_values"].default is inspect._empty
     forms = [] if is_picture else [name for name in ("input_ids", "inputs_embeds") if name in takes]
     for form in [] if is_mixed else forms:
-        texts = _list_texts(config, takes, form, longest=LONGEST_OF_LARGE if is_large else LONG)
+        texts = _list_texts(model, takes, form, longest=LONGEST_OF_LARGE if is_large else LONG)
         kept = (each for each in texts if not is_large or each[0] not in LEFT_OUT)
         yield ((name, more | given, real) for name, given, real in kept)
     if is_mixed is not bool(forms):
         return
     if forms or is_picture or "decoder_input_ids" in takes:
-        _, text, _ = next(_list_texts(config, takes, "input_ids", longest=SHORT))
+        _, text, _ = next(_list_texts(model, takes, "input_ids", longest=SHORT))
         more |= text
     others = [*_list_pictures(config, takes), *_list_sounds(config, takes)]
     if "encoder_hidden_states" in takes and not forms:
@@ -165,7 +165,10 @@ def _give_source(config: Config) -> Given:
     return {"encoder_hidden_states": _draw(BATCH, SOURCE, width)}
 
 
-def _list_texts(config: Config, takes: list[str], form: str, *, longest: int) -> Iterator[Inputs]:
+def _list_texts(model: Any, takes: list[str], form: str, *, longest: int) -> Iterator[Inputs]:
+    config = model.config.to_dict()
+    sections = (getattr(module, "mrope_section", None) for module in model.modules())
+    axes = max((len(each) for each in sections if isinstance(each, list)), default=0)
     most = config.get("max_position_embeddings") or config.get("n_positions") or longest
     long = min(longest, most - LATE if most > 2 * LATE else most)
     short = min(SHORT, long)
@@ -198,6 +201,9 @@ def _list_texts(config: Config, takes: list[str], form: str, *, longest: int) ->
     if "position_ids" in takes and "decoder_input_ids" not in takes:
         late = torch.arange(LATE, LATE + short).expand(BATCH, -1)
         yield "late positions", give(ids[:, :short]) | {"position_ids": late}, None
+    if axes:
+        places = torch.randint(LONG, (axes, BATCH, short), generator=_generator())
+        yield f"positions of {axes} axes", give(ids[:, :short]) | {"position_ids": places}, None
 
 
 def _draw_ids(config: Config, length: int) -> Tensor:

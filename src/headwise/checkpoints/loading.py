@@ -150,7 +150,8 @@ class StoredReading:
             for tensor in self.stored.patterns[local].tensors
         }
         held = {role: [names[x] for x in first if x in names] for role, first in FIRST.items()}
-        return {role: of_role[0] for role, of_role in held.items() if of_role}
+        roles = {role: of_role[0] for role, of_role in held.items() if of_role}
+        return {"v": roles["k"], **roles} if "k" in roles else roles  # values may be keys
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the layer is made of, with tables that several modules share."""
@@ -222,7 +223,7 @@ class StoredReading:
                 lacking.remove("qk_norm")
             given |= dict.fromkeys(lacking)
         if described.function.rotary and "rotary" not in {*options, *given}:
-            _check_stated_rotation(module, self.opened.source, described, config)
+            _check_stated_rotation(self.opened.source, described, config)
         if getattr(described.function.score_bias, "before_scale", False):
             warnings.warn(f"{module.prefix}{ROUNDED}", stacklevel=4)
         return attention_from_state(
@@ -590,17 +591,11 @@ def _select_module(
     )
 
 
-def _check_stated_rotation(
-    module: NamedModule, source: CheckpointSource, layout: Layout, config: Config
-) -> None:
-    """Raise OptionError without a config; warn of positions in sections, which no layer has."""
+def _check_stated_rotation(source: CheckpointSource, layout: Layout, config: Config) -> None:
+    """Raise OptionError without a config."""
     if not config:
         raise OptionError(
             saw=f"{source.path} has rotary {layout.name} attention and no config",
             needed="the theta of the rotation, which no tensor holds",
             do="pass rotary=Rotary(theta=...) with the model's theta, or config=...",
         )
-    if sections := config_json.rotary_section_of_layer(config, module.layer).get("mrope_section"):
-        message = f"{module.prefix} turns by time, row and column of a token, mrope_section"
-        rest = "the layer turns by one position, which is right for text without images"
-        warnings.warn(f"{message} {sections}; {rest}", stacklevel=4)

@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.checkpoints.inputs import LATE, LONG, list_inputs, list_runs
+from headwise.checkpoints.inputs import LONG, list_inputs, list_runs
 from headwise.checkpoints.skeleton import (
     COSTLY,
     ClassCall,
@@ -34,7 +35,6 @@ from headwise.function.rounding import (
     move_number,
     relative_difference_norm,
 )
-from headwise.function.scaling import unscaled_frequencies
 from headwise.layers.attention import Attention
 from headwise.layers.latent import compress_source
 from headwise.masks.mask import Mask
@@ -79,6 +79,7 @@ class Probe:
         call: that of the attention.
         real: (batch, tokens), False for padding; None for none.
         is_near: True if settings that act far out act near in the config.
+        positions: of the tokens, as the model got them; None where it counts them.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Probe:
     call: ClassCall
     real: Tensor | None = None
     is_near: bool = False
+    positions: Tensor | None = None
 
     def find_parted_stage(self, layer: Attention) -> str | None:
         """Return the first stage in which the layer parts from the class; None if it is equal.
@@ -94,8 +96,8 @@ class Probe:
         some classes do not hide it, and some are causal only beside padding.
         """
         first: str | None = None
-        for mask in self._list_masks():
-            if (parted := self._find_parted_stage(layer, mask)) is None:
+        for mask, positions in product(self._list_masks(), self._list_positions(layer)):
+            if (parted := self._find_parted_stage(layer, mask, positions)) is None:
                 return None
             first = first or parted
         return first
@@ -111,9 +113,18 @@ class Probe:
             for each in [allowed.tril(), allowed] if source is None else [allowed]:
                 yield Mask.may_attend(each, axes="batch queries keys")
 
+    def _list_positions(self, layer: Attention) -> list[Tensor | None]:
+        """Return the positions that a layer gets; some classes count columns whatever they got."""
+        if self.positions is None or not layer.takes_positions:
+            return [None]
+        return [self.positions] if self.positions.dim() == 3 else [self.positions, None]
+
     @torch.no_grad()
-    def _find_parted_stage(self, layer: Attention, mask: Mask) -> str | None:
-        if self._is_equal("output", layer, lambda m, x: m(x, self._source(x), mask=mask)):
+    def _find_parted_stage(
+        self, layer: Attention, mask: Mask, positions: Tensor | None
+    ) -> str | None:
+        given: Any = {"mask": mask, "positions": positions}
+        if self._is_equal("output", layer, lambda m, x: m(x, self._source(x), **given)):
             return None
 
         def run_values(m: Attention, x: Tensor) -> Tensor:
@@ -122,7 +133,7 @@ class Probe:
             return values
 
         def run_heads(m: Attention, x: Tensor) -> Tensor:
-            return m.head_outputs(x, self._source(x), mask=mask).transpose(1, 2).flatten(2)
+            return m.head_outputs(x, self._source(x), **given).transpose(1, 2).flatten(2)
 
         stages = {"v": run_values, "head outputs": run_heads}
         parted = (name for name, run in stages.items() if not self._is_equal(name, layer, run))
@@ -169,13 +180,12 @@ def list_numbers(config: Mapping[str, Any]) -> Iterator[float]:
 class _WideRotary(Rotary):
     """Rotation by frequencies in float64, as those of a class that computes them in each call."""
 
-    def frequencies(self, head_dim: int, *, device: torch.device | str = "cpu") -> Tensor:
+    def frequencies(
+        self, head_dim: int, *, device: torch.device | str = "cpu", length: Tensor | None = None
+    ) -> Tensor:
         """Return the angle of each pair for one token, in radians, (pairs,), float64."""
-        width = self.rotated_width(head_dim)
-        options: Any = {"device": device, "dtype": torch.float64}
-        if self.scaling is None:
-            return unscaled_frequencies(self.theta, width, **options)
-        return self.scaling.scaled_frequencies(self.theta, width, **options)
+        options: Any = {"device": device, "length": length, "dtype": torch.float64}
+        return self._frequencies(head_dim, **options)
 
 
 def _with_wide_frequencies(layer: Attention) -> Attention:
@@ -322,26 +332,13 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool, only: str = "") -> list
                 except NotRunError as error:
                     failures += [] if "encoder_hidden_states" in inputs else [error]
                     continue
-                if "position_ids" in inputs and call.source is None:
-                    call, real = _shift_call(call)
-                probes.append(Probe(f"{name}{suffix}", config, call, real, is_near))
+                positions = inputs.get("position_ids")
+                probes.append(Probe(f"{name}{suffix}", config, call, real, is_near, positions))
         if probes:
             return probes
         reasons += failures
     kind = type(skeleton.model).__name__
     raise reasons[0] if reasons else NotRunError(f"{kind} takes no known input")
-
-
-def _shift_call(call: ClassCall) -> tuple[ClassCall, Tensor]:
-    """Return a call from position LATE on as one from 0 on, with padding in front, and its tokens.
-
-    Norms behind a rotation make scores depend on the positions, and not only on distances.
-    """
-    stages = {name: x for name, x in call.stages.items() if name in ("head outputs", "output")}
-    x, *late = (nn.functional.pad(x, (0, 0, LATE, 0)) for x in (call.x, *stages.values()))
-    real = torch.ones(x.shape[:2], dtype=torch.bool)
-    real[:, :LATE] = False
-    return replace(call, x=x, stages=dict(zip(stages, late, strict=True))), real
 
 
 # ---- tensors ------------------------------------------------------------------------------------

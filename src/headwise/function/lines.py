@@ -19,8 +19,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from headwise.function.distance import count_unshared_distances, slopes_of
-from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
-from headwise.function.spec import AttentionSpec, BucketRule, NormRule
+from headwise.function.scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    NTKScaling,
+    ProportionalScaling,
+    YarnScaling,
+)
+from headwise.function.spec import AttentionSpec, BucketRule, NormRule, TemperatureRule, ValueRule
 from headwise.function.weights import State
 
 Lines = Iterator[str]
@@ -81,6 +89,9 @@ def _norms(code: Code, roles: str) -> Lines:
     for role in roles if rule is not None else "":
         assert rule is not None
         yield from _norm_of_role(code, rule, role)
+    if (bound := code.settings.bound) is not None:
+        for role in roles:
+            yield f"{role} = {role}.clip({-bound:g}, {bound:g})"
 
 
 def _norm_of_role(code: Code, rule: NormRule, role: str) -> Lines:
@@ -106,9 +117,14 @@ def _frequencies(code: Code, _: str) -> Lines:
         return
     base, scaling = rule.exponent_width or rule.width, rule.scaling
     theta = float(rule.theta)
+    start, length = write_number(theta), f"(x.shape[1]{' + past' if code.decodes else ''})"
     if isinstance(scaling, NTKScaling):
-        theta *= scaling.factor ** (base / (base - 2))
-    yield f"inv_freq = {write_number(theta)} ** (-torch.arange(0, {rule.width}, 2) / {base})"
+        start = write_number(theta * scaling.factor ** (base / (base - 2)))
+    elif isinstance(scaling, DynamicScaling):
+        grown = f"{scaling.factor:g} * {length} / {scaling.original_length}"
+        grown = f"max(1, {grown} - {scaling.factor - 1:g})"
+        start = f"({start} * {grown} ** {base / (base - 2):.12g})"
+    yield f"inv_freq = {start} ** (-torch.arange(0, {rule.width}, 2) / {base})"
     if isinstance(scaling, LinearScaling):
         yield f"inv_freq = inv_freq / {scaling.factor:g}"
     elif isinstance(scaling, Llama3Scaling):
@@ -121,12 +137,21 @@ def _frequencies(code: Code, _: str) -> Lines:
         pairs = f"torch.arange({int(rule.width) // 2})"
         yield f"ramp = (({pairs} - {first:.12g}) / {last - first:.12g}).clip(0, 1)"
         yield f"inv_freq = inv_freq * (1 - ramp + ramp / {scaling.factor:g})"
+    elif isinstance(scaling, LongScaling):
+        long, short = list(scaling.long_factors), list(scaling.short_factors)
+        yield f"factors = {long} if {length} > {scaling.original_length} else {short}"
+        yield "inv_freq = inv_freq / torch.tensor(factors)"
+    elif isinstance(scaling, ProportionalScaling):
+        turning = int(scaling.share * rule.width // 2)
+        yield f"turns = torch.arange({rule.width // 2}) < {turning}"
+        yield f"inv_freq = inv_freq * turns / {scaling.factor:g}"
 
 
 def _angles(code: Code, _: str) -> Lines:
     if code.settings.rotation is not None:
         start = "past, past + x.shape[1]" if code.decodes else "x.shape[1]"
-        yield f"angles = torch.arange({start})[:, None] * inv_freq"
+        sign = "-" if code.settings.rotation.backwards else ""
+        yield f"angles = {sign}torch.arange({start})[:, None] * inv_freq"
 
 
 def _tables(code: Code, _: str) -> Lines:
@@ -142,9 +167,11 @@ def _turn(code: Code, roles: str) -> Lines:
     for role in roles:
         rest = f", {role}[..., {width}:]" if width < head_dim else ""
         if rule.pairing == "half-split":
-            half = width // 2
-            yield f"a, b = {role}[..., :{half}], {role}[..., {half}:{width}]"
-            yield f"{role} = torch.cat((a * cos - b * sin, b * cos + a * sin{rest}), -1)"
+            half, span = width // 2, rule.span or width // 2
+            rest = f", {role}[..., {span + half}:]" if span + half < head_dim else ""
+            between = f"{role}[..., {half}:{span}], " if span > half else ""
+            yield f"a, b = {role}[..., :{half}], {role}[..., {span}:{span + half}]"
+            yield f"{role} = torch.cat((a * cos - b * sin, {between}b * cos + a * sin{rest}), -1)"
         else:
             yield f"a, b = {role}[..., 0:{width}:2], {role}[..., 1:{width}:2]"
             yield "pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)"
@@ -155,6 +182,15 @@ def _turn(code: Code, roles: str) -> Lines:
 def _rotation(code: Code, roles: str) -> Lines:
     yield from _tables(code, roles)
     yield from _turn(code, roles)
+
+
+def _temperature(code: Code, roles: str) -> Lines:
+    rule = code.settings.temperature
+    if "q" in roles and isinstance(rule, TemperatureRule):
+        start = "past, past + x.shape[1]" if code.decodes else "x.shape[1]"
+        yield f"share = (torch.arange({start})[:, None] + {rule.first}) / {rule.length:g}"
+        grown = "share.clip(1)" if rule.kind == "smooth" else "(1 + share.floor())"
+        yield f"q = q * (1 + {rule.factor:g} * {grown}.log())"
 
 
 def _whole_rotation(code: Code, roles: str) -> Lines:
@@ -251,14 +287,39 @@ def _mask_and_softmax(code: Code, roles: str) -> Lines:
     yield from _softmax(code, roles)
 
 
+def _values(code: Code) -> Lines:
+    rule, bound = code.settings.values, code.settings.bound
+    if bound is not None:
+        yield f"v = v.clip({-bound:g}, {bound:g})"
+    if isinstance(rule, ValueRule) and rule.eps is not None:
+        yield f"v = v / torch.sqrt((v * v).mean(-1, keepdim=True) + {rule.eps:g})"
+    if isinstance(rule, ValueRule) and rule.factor != 1:
+        yield f"v = {rule.factor:g} * v"
+
+
 def _mix(code: Code, _: str) -> Lines:
+    yield from _values(code)
     yield "outputs = weights @ v"
+    if isinstance(rule := code.settings.output_norm, NormRule):
+        axes = "(1, 3)" if rule.over == "width" else "-1"
+        if rule.kind == "layer":
+            yield f"outputs = outputs - outputs.mean({axes}, keepdim=True)"
+        size = f"(outputs * outputs).mean({axes}, keepdim=True)"
+        line = f"outputs = outputs / torch.sqrt({size} + {rule.eps:g})"
+        for name, sign in (("o_norms", "*"), ("o_norms_bias", "+")):
+            if name in code.weights:
+                heads, channels = code.weights[name].shape
+                stored = name.replace("norms", "norm")
+                line += f" {sign} {stored}.reshape({heads}, 1, {channels})"
+        yield line
     if "wg" in code.weights:
         heads, channels, _width = code.weights["wg"].shape
         bias = " + bg" if "bg" in code.weights else ""
         split = f".unflatten(2, ({heads}, {channels})).transpose(1, 2)"
         yield f"gate = (x @ wg.T{bias}){split}"
-        yield "outputs = outputs / (1 + torch.exp(-gate))"
+        is_softplus = str(code.settings.output_gate).endswith("softplus")
+        opened = "* torch.log1p(torch.exp(gate))" if is_softplus else "/ (1 + torch.exp(-gate))"
+        yield f"outputs = outputs {opened}"
 
 
 def _output(code: Code, _: str) -> Lines:
@@ -289,6 +350,7 @@ NORM_AND_ROTATION = LinePlace("where q and k are normalised and rotated", _norm_
 FREQUENCIES = LinePlace("where the frequencies are computed", _frequencies)
 ANGLES = LinePlace("where the angles are computed", _angles)
 ROTATION = LinePlace("where q and k are rotated", _rotation)
+TEMPERATURE = LinePlace("where queries get their temperature", _temperature)
 WHOLE_ROTATION = LinePlace("for the whole rotation", _whole_rotation)
 CACHE = LinePlace("where keys are added to the cache", _cache)
 GROUPS = LinePlace("where kv heads are repeated", _groups)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise.function.spec import NormRule
+from headwise.function.spec import NormRule, ValueRule
 from headwise.support.tracing import is_jit_tracing
 
 
@@ -43,6 +43,18 @@ def normalise(
         normed = wide * torch.rsqrt(size + eps)
         normed = normed if weight is None else normed * weight
     return (normed if bias is None else normed + bias).to(x.dtype)
+
+
+def change_values(
+    rule: ValueRule | None, bound: float | None, v: Float[Tensor, "*axes value_dim"]
+) -> Float[Tensor, "*axes value_dim"]:
+    """Return projected values as they enter the attention: clipped, normalised, times a factor."""
+    v = v if bound is None else v.clamp(-bound, bound)
+    if rule is None:
+        return v
+    if rule.eps is not None:
+        v = normalise(v, None, None, kind="rms", eps=rule.eps)
+    return v if rule.factor == 1 else rule.factor * v
 
 
 def normalise_heads(

@@ -20,9 +20,17 @@ from torch import Tensor
 from headwise.function import latent, lines, rotary, stages
 from headwise.function.distance import slopes_of
 from headwise.function.gate import output_gate
-from headwise.function.norm import normalise_heads
+from headwise.function.norm import change_values, normalise_heads
 from headwise.function.rounding import Roundoff
-from headwise.function.spec import AttentionSpec, Latent, RotaryRule
+from headwise.function.spec import (
+    AttentionSpec,
+    Latent,
+    NormRule,
+    RotaryRule,
+    TemperatureRule,
+    ValueRule,
+)
+from headwise.function.temperature import query_factors
 from headwise.function.weights import KINDS
 
 FLOAT32 = Roundoff.of(torch.float32, with_reference=False).u
@@ -229,7 +237,8 @@ def _norms_of(role: str) -> tuple[str, ...]:
 
 
 def _normalise_before(given: Given) -> Tensor:
-    return _normalise(given, given.parts[0], "before")
+    x, bound = _normalise(given, given.parts[0], "before"), given.settings.bound
+    return x if bound is None else given.compute(torch.clamp, x, -bound, bound)
 
 
 def _normalise(given: Given, x: Tensor, place: str) -> Tensor:
@@ -251,13 +260,21 @@ def _bound_norm(given: Given, r: Roundoff) -> Tensor:
 def _rotate(given: Given) -> Tensor:
     (x,), rule = given.parts, given.settings.rotation
     if rule is not None:
-        offset = rule.q_offset if given.role == "q" else rule.k_offset
-        x = given.compute(_rotate_from_offset, rule, x, given.positions, offset)
-    return _normalise(given, x, "after")
+        offset, length = rule.q_offset if given.role == "q" else rule.k_offset, None
+        if rule.scaling is not None and rule.scaling.depends_on_length:
+            length = given.key_positions.amax(1, keepdim=True) + 1
+        x = given.compute(_rotate_from_offset, rule, x, given.positions, offset, length)
+    x = _normalise(given, x, "after")
+    temperature = given.settings.temperature
+    if given.role == "q" and isinstance(temperature, TemperatureRule):
+        x = x * given.compute(query_factors, temperature, given.positions, x.dtype)
+    return x
 
 
-def _rotate_from_offset(rule: RotaryRule, x: Tensor, positions: Tensor, offset: float) -> Tensor:
-    return rotary.rotate_by_rule(rule, x, positions + offset)
+def _rotate_from_offset(
+    rule: RotaryRule, x: Tensor, positions: Tensor, offset: float, length: Tensor | None
+) -> Tensor:
+    return rotary.rotate_by_rule(rule, x, positions + offset, length)
 
 
 def _bound_rotation(given: Given, r: Roundoff) -> Tensor:
@@ -338,31 +355,70 @@ def _bound_softmax(given: Given, r: Roundoff) -> Tensor:
 
 
 def _mix(given: Given) -> Tensor:
-    outputs = given.compute(stages.mix_values, *given.parts)
+    weights, v = given.parts
+    outputs = given.compute(stages.mix_values, weights, changed_values(given, v))
+    outputs = _normalise_outputs(given, outputs)
     gates = output_gates(given)
     return outputs if gates is None else given.compute(torch.mul, outputs, gates)
 
 
+def changed_values(given: Given, v: Tensor) -> Tensor:
+    """Return projected values as they are mixed."""
+    values, bound = given.settings.values, given.settings.bound
+    rule = values if isinstance(values, ValueRule) else None
+    return v if rule is None and bound is None else given.compute(change_values, rule, bound, v)
+
+
+def _normalise_outputs(given: Given, outputs: Tensor) -> Tensor:
+    rule, held = given.settings.output_norm, given.tensors[2:]
+    if not isinstance(rule, NormRule):
+        return outputs
+    normed = given.compute(normalise_heads, rule, outputs, *held)
+    # A query that attends to nothing has head outputs of 0.
+    return normed if held[1] is None else normed * (outputs != 0).any(3, keepdim=True).any(1, True)
+
+
 def output_gates(given: Given) -> Tensor | None:
     """Return the factors of the head outputs, None without an output gate."""
-    weight, bias = given.tensors
-    return None if weight is None else given.compute(output_gate, given.tokens, weight, bias)
+    (weight, bias), kind = given.tensors[:2], given.settings.output_gate or "channel"
+    return None if weight is None else given.compute(output_gate, given.tokens, weight, bias, kind)
 
 
 def _bound_mix(given: Given, r: Roundoff) -> Tensor:
     weights, values = given.parts
-    values = stages.repeat_kv_heads(values, heads=weights.shape[1]).abs()
+    values = stages.repeat_kv_heads(changed_values(given, values), heads=weights.shape[1]).abs()
     # A fused kernel computes scores and weights again, with a rounding of its own.
     again = _bound_softmax(given.at("weights"), r)
     products = _bound_products(given.at("scores"), r)
     again = again + 2 * weights.abs() * products.amax(-1, keepdim=True)
-    bound = (weights.shape[-1] * r.u + 2 * r.U) * (weights.abs() @ values) + again @ values
+    bound = (weights.shape[-1] * r.u + 10 * r.U) * (weights.abs() @ values) + again @ values
+    outputs, rule = weights.abs() @ values, given.settings.output_norm
+    if isinstance(rule, NormRule):
+        bound, outputs = _bound_normalised(given, r, rule, bound)
     if (gates := output_gates(given)) is None:
         return bound
-    # A sigmoid is steepest at 0, with 1/4, and its slope is at most its value.
-    size = _bound_linear(r, given.tokens, *given.tensors)
-    error = torch.minimum(size / 4, size * gates) + 6 * r.U * gates
-    return bound * gates + error * (weights.abs() @ values)
+    # A sigmoid is steepest at 0, with 1/4, and its slope is at most its value; that of a softplus
+    # is at most 1.
+    size, kind = _bound_linear(r, given.tokens, *given.tensors[:2]), str(given.settings.output_gate)
+    steep = size if kind.endswith("softplus") else torch.minimum(size / 4, size * gates)
+    return bound * gates + (steep + 6 * r.U * gates) * outputs
+
+
+def _bound_normalised(
+    given: Given, r: Roundoff, rule: NormRule, bound: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the bound of normalised head outputs, and their size."""
+    v = changed_values(given, given.parts[1])
+    outputs = given.compute(stages.mix_values, given.parts[0], v)
+    normed = _normalise_outputs(given, outputs).abs()
+    axes = (1, 3) if rule.over == "width" else (3,)
+    root = outputs.square().mean(axes, keepdim=True).sqrt().clamp(min=1e-30)
+    count = outputs.shape[3] * (outputs.shape[1] if rule.over == "width" else 1)
+    weight = given.tensors[2]
+    slope = (1.0 if weight is None else weight.abs()[:, None]) / root
+    # a change of all channels moves their root by as much
+    moved = 2 * slope * bound.amax(axes, keepdim=True)
+    return moved + (count * r.u + 8 * r.U) * normed.amax(axes, keepdim=True), normed
 
 
 # ---- all stages ----------------------------------------------------------------------------------
@@ -398,7 +454,7 @@ _ROTATIONS = (
         tensors=_norms_of(role),
         compute=_rotate,
         bound=_bound_rotation,
-        write=(lines.FREQUENCIES, lines.ANGLES, lines.ROTATION),
+        write=(lines.FREQUENCIES, lines.ANGLES, lines.ROTATION, lines.TEMPERATURE),
     )
     for role in "qk"
 )
@@ -424,7 +480,7 @@ _ATTENTION = (
         name="head outputs",
         before=("weights", "v"),
         cached="v",
-        tensors=("wg", "bg"),
+        tensors=("wg", "bg", "o_norms", "o_norms_bias"),
         compute=_mix,
         bound=_bound_mix,
         write=(lines.MIX,),

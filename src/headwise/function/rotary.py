@@ -9,11 +9,13 @@ arXiv:2104.09864). Channels are rotated in pairs; there are two conventions for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Literal, Unpack, get_args
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
@@ -24,8 +26,8 @@ from headwise.support.text import describe_value
 from headwise.support.tracing import may_read_values
 
 
-@dataclass(frozen=True)
-class Rotary:
+@dataclass(frozen=True, repr=False)
+class Rotary(RotaryRule):
     """Rotary embedding of queries and keys; a frozen value without tensors or parameters.
 
     Pair i turns by ``theta ** (-2i / width)`` radians for each token, before scaling.
@@ -36,19 +38,30 @@ class Rotary:
             remaining channels are unchanged.
         pairing: "half-split" pairs channels i and i + width / 2, "interleaved" 2i and 2i + 1.
         scaling: lowers the frequencies for longer contexts: `LinearScaling`, `NTKScaling`,
-            `YarnScaling` or `Llama3Scaling`.
+            `YarnScaling`, `Llama3Scaling`, `LongScaling` or `DynamicScaling`; or
+            `ProportionalScaling`, by which only the first pairs turn.
+        exponent_width: pair i turns by ``theta ** (-2i / exponent_width)``; width by default.
+        span: the distance of the two channels of a half-split pair; width / 2 by default.
+        attention_factor: the factor of rotated queries and keys; that of the scaling by default.
+        axes: for each pair the axis of the positions by which it turns, such as time, row and
+            column of a token; `axes_of_sections` makes them. A call then takes positions of
+            (axes, batch, length); tokens without positions have one number in all axes.
+        backwards: True if pairs turn by minus the angle.
+        q_offset: added to the positions of queries.
+        k_offset: added to the positions of keys.
+        dtype: to which the frequencies are rounded, as in code that keeps them in a half type.
 
     Raises:
         OptionError: a value outside its range.
     """
 
     theta: float = 10_000.0
-    width: int | None = None
-    pairing: Pairing = "half-split"
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        scalings.require_positive_fields(self, "theta")
+        optional = ("exponent_width", "span", "attention_factor")
+        given = (name for name in optional if getattr(self, name) is not None)
+        scalings.require_positive_fields(self, "theta", *given)
         if self.width is not None and not (
             isinstance(self.width, int) and self.width >= 2 and self.width % 2 == 0
         ):
@@ -64,17 +77,47 @@ class Rotary:
                 do='"half-split" for most Hugging Face models, "interleaved" for GPT-J and Cohere',
             )
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
+            kinds = ", ".join(kind.__name__ for kind in get_args(Scaling))
             raise OptionError(
                 saw=f"Rotary(scaling={describe_value(self.scaling)})",
-                needed="LinearScaling, NTKScaling, YarnScaling, Llama3Scaling or None",
+                needed=f"{kinds} or None",
                 do="e.g. LinearScaling(4.0)",
             )
+        axes = self.axes
+        if axes is not None and not (
+            isinstance(axes, tuple) and axes and all(isinstance(n, int) and n >= 0 for n in axes)
+        ):
+            raise OptionError(
+                saw=f"Rotary(axes={describe_value(axes)})",
+                needed="a tuple with the number of the axis of each pair, from 0",
+                do="e.g. axes=axes_of_sections((16, 24, 24)), of headwise.function",
+            )
+
+    @classmethod
+    def of(cls, rule: RotaryRule) -> Rotary:
+        """Return the options of a rotation that a description states."""
+        return cls(**{name: getattr(rule, name) for name in _FIELDS})
+
+    @property
+    def rule(self) -> RotaryRule:
+        """The rotation, as `AttentionSpec` has it."""
+        return RotaryRule(**{name: getattr(self, name) for name in _FIELDS})
+
+    @property
+    def axis_count(self) -> int:
+        """The number of axes of positions, 1 where each token has one."""
+        return 1 if self.axes is None else 1 + max(self.axes)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True if the frequencies change with the number of tokens of a sequence."""
+        return self.scaling is not None and self.scaling.depends_on_length
 
     def rotated_width(self, head_dim: int) -> int:
         """Return the number of rotated channels in a head of ``head_dim``.
 
         Raises:
-            OptionError: a width above head_dim, or an odd one.
+            OptionError: a width above head_dim, or an odd one; axes of another number of pairs.
         """
         width = head_dim if self.width is None else self.width
         if width > head_dim or width % 2 or width < 2:
@@ -84,30 +127,45 @@ class Rotary:
                 needed=f"an even number of channels from 2 to {head_dim}",
                 do=f"Rotary(width={most})" if most else "make the heads wider",
             )
+        if self.axes is not None and len(self.axes) != width // 2:
+            counts = ", ".join(str(self.axes.count(axis)) for axis in range(self.axis_count))
+            raise OptionError(
+                saw=f"axes for {len(self.axes)} pairs, in sections of {counts}, and a rotary width "
+                f"of {width}",
+                needed=f"an axis for each of {width // 2} pairs",
+                do="pass sections that add up to half of the rotated channels",
+            )
         return width
 
     def frequencies(
-        self, head_dim: int, *, device: torch.device | str = "cpu"
-    ) -> Float[Tensor, " pairs"]:
+        self, head_dim: int, *, device: torch.device | str = "cpu", length: Tensor | None = None
+    ) -> Float[Tensor, "*batch pairs"]:
         """Return the angle of each pair for one token, in radians, (pairs,), float32.
+
+        ``length`` is the number of tokens of a sequence, for a scaling by it; the frequencies have
+        its shape before the pairs then. Without it they are those of a short sequence.
 
         Raises:
             OptionError: as `rotated_width` and the scaling.
         """
-        width = self.rotated_width(head_dim)
-        if self.scaling is None:
-            return unscaled_frequencies(self.theta, width, device=device)
-        return self.scaling.scaled_frequencies(self.theta, width, device=device)
+        return self._frequencies(head_dim, device=device, length=length, dtype=torch.float32)
 
-    @property
-    def attention_factor(self) -> float:
-        """Factor of rotated queries and keys: 1 except for YaRN."""
-        return 1.0 if self.scaling is None else self.scaling.amplitude
+    def _frequencies(self, head_dim: int, **arithmetic: Unpack[Arithmetic]) -> Tensor:
+        width, dtype = self.rotated_width(head_dim), arithmetic["dtype"]
+        arithmetic["exponent_width"] = self.exponent_width
+        if self.scaling is None:
+            frequencies = unscaled_frequencies(self.theta, width, **arithmetic)
+        else:
+            frequencies = self.scaling.scaled_frequencies(self.theta, width, **arithmetic)
+        return frequencies if self.dtype is None else frequencies.to(self.dtype).to(dtype)
 
     def rotate(
         self,
         x: Float[Tensor, "batch heads length head_dim"],
-        positions: Integer[Tensor, " length"] | Integer[Tensor, "#batch length"],
+        positions: Shaped[Tensor, "*axes length"],
+        *,
+        length: Integer[Tensor, "*#batch"] | None = None,
+        offset: float = 0.0,
     ) -> Float[Tensor, "batch heads length head_dim"]:
         """Rotate queries or keys by their positions.
 
@@ -116,7 +174,11 @@ class Rotary:
 
         Args:
             x: (batch, heads, length, head_dim).
-            positions: the position of each token, (length,) for all sequences or (batch, length).
+            positions: the position of each token, (length,) for all sequences or (batch, length);
+                with ``axes`` also (axes, batch, length), where they may be floats.
+            length: the number of tokens of each token's sequence, which broadcasts to the
+                positions, for a scaling by it.
+            offset: added to the positions.
 
         Raises:
             OptionError: a rotary width above head_dim, or an odd one.
@@ -124,13 +186,15 @@ class Rotary:
             DTypeError: ``x`` is no float, or positions are no integers.
             DeviceError: positions on another device than ``x``.
         """
-        return _apply_rotation(x, *self._cos_and_sin(x, positions), self.pairing)
+        return self._turn(x, self._cos_and_sin(x, positions, length, offset))
 
     def rotate_both(
         self,
         q: Float[Tensor, "batch heads length head_dim"],
         k: Float[Tensor, "batch kv_heads length head_dim"],
-        positions: Integer[Tensor, " length"] | Integer[Tensor, "#batch length"],
+        positions: Shaped[Tensor, "*axes length"],
+        *,
+        length: Integer[Tensor, "*#batch"] | None = None,
     ) -> tuple[
         Float[Tensor, "batch heads length head_dim"],
         Float[Tensor, "batch kv_heads length head_dim"],
@@ -146,21 +210,88 @@ class Rotary:
                 needed="the same length and head_dim",
                 do="rotate(q, ...) and rotate(k, ...), each with its own positions",
             )
-        cos, sin = self._cos_and_sin(q, positions)
-        rotated = _apply_rotation(q, cos, sin, self.pairing)
-        return rotated, _apply_rotation(k, cos, sin, self.pairing)
+        factors = self._cos_and_sin(q, positions, length, self.q_offset)
+        rotated = self._turn(q, factors)
+        if self.k_offset != self.q_offset:
+            factors = self._cos_and_sin(k, positions, length, self.k_offset)
+        return rotated, self._turn(k, factors)
 
-    def _cos_and_sin(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _cos_and_sin(
+        self, x: Tensor, positions: Tensor, length: Tensor | None, offset: float
+    ) -> tuple[Tensor, Tensor]:
         """Return the factors of each channel and of its partner, (length, width).
 
         For positions of (batch, length) the factors are (batch, 1, length, width).
         """
-        _check_rotate_arguments(x, positions)
+        _check_rotate_arguments(x, positions, self.axis_count)
         exact = torch.promote_types(x.dtype, torch.float32)
-        angles = positions[..., None].to(exact) * _frequencies_on_device(self, x).to(exact)
-        if positions.dim() == 2:
+        length = length if self.depends_on_length else None
+        frequencies = _frequencies_on_device(self, x, length).to(exact)
+        angles = (_places_of_pairs(self, positions).to(exact) + offset) * frequencies
+        angles = -angles if self.backwards else angles
+        if angles.dim() == 3:
             angles = angles[:, None]
-        return _rotation_factors(angles, self.attention_factor, self.pairing)
+        return _rotation_factors(angles, self.amplitude, self.pairing)
+
+    def _turn(self, x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
+        return _apply_rotation(x, *factors, self.pairing, self.span)
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = (
+            f"{name}={value!r}"
+            for place, (name, value) in enumerate(values.items())
+            if place < len(_SHOWN) or value != getattr(type(self), name)
+        )
+        return f"Rotary({', '.join(shown)})"
+
+
+_FIELDS = tuple(field.name for field in fields(RotaryRule))
+_SHOWN = _FIELDS[:4]  # in every repr
+Order = Literal["blocks", "in turn", "rows first"]
+
+
+def axes_of_sections(sections: Sequence[int], *, order: Order = "blocks") -> tuple[int, ...]:
+    """Return the axis of each pair of a rotation by several positions, ``mrope_section``.
+
+        blocks       T T H H H W W W   (2, 3, 3); Qwen2-VL, GLM-4V
+        in turn      T H W T H W T T   (4, 2, 2), the first axis at the end; Qwen3-VL
+        rows first   H W H W H W T T   (3, 3, 2), in which time is the last section; ERNIE 4.5 VL
+
+    Args:
+        sections: the number of pairs of each axis.
+        order: which pairs these are.
+
+    Raises:
+        OptionError: another order, or sections that are no whole numbers.
+    """
+    if (
+        order not in get_args(Order)
+        or not any(sections)
+        or not all(isinstance(n, int) and n >= 0 for n in sections)
+    ):
+        raise OptionError(
+            saw=f"sections {describe_value(sections)} in the order {describe_value(order)}",
+            needed=f"whole numbers, and one of {', '.join(map(repr, get_args(Order)))}",
+            do='e.g. axes_of_sections((24, 20, 20), order="in turn")',
+        )
+    count, total = len(sections), sum(sections)
+    if order == "blocks":
+        return tuple(axis for axis, n in enumerate(sections) for _ in range(n))
+    if order == "rows first":
+        plane = total - sections[-1]
+        return tuple(1 + pair % (count - 1) if pair < plane else 0 for pair in range(total))
+    return tuple(
+        pair % count if pair < count * sections[pair % count] else 0 for pair in range(total)
+    )
+
+
+def _places_of_pairs(rule: RotaryRule, positions: Tensor) -> Tensor:
+    """Return the position of each token for each pair, (..., length, 1 or pairs)."""
+    if positions.dim() < 3:
+        return positions[..., None]
+    assert rule.axes is not None
+    return torch.stack([positions[axis] for axis in rule.axes], -1)
 
 
 def _rotation_factors(angles: Tensor, amplitude: float, pairing: Pairing) -> tuple[Tensor, Tensor]:
@@ -173,8 +304,17 @@ def _rotation_factors(angles: Tensor, amplitude: float, pairing: Pairing) -> tup
     return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
 
 
-def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
+def _apply_rotation(
+    x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing, span: int | None = None
+) -> Tensor:
     width = cos.shape[-1]
+    if span not in (None, width // 2) and pairing == "half-split":
+        first, second = slice(0, width // 2), slice(span, span + width // 2)
+        pairs = torch.cat((x[..., first], x[..., second]), -1)
+        turned = x.clone()
+        halves = _apply_rotation(pairs, cos, sin, pairing).chunk(2, -1)
+        turned[..., first], turned[..., second] = halves
+        return turned
     # Cast before the two uses: the gradient is then summed in cos.dtype and rounded once.
     leading = x[..., :width].to(cos.dtype)
     rotated = leading * cos
@@ -193,9 +333,17 @@ def _swap_pairs(x: Tensor, pairing: Pairing) -> Tensor:
 # ---- the rotation of a description, which may be a wrong one -------------------------------------
 
 
-def frequencies_of_rule(rule: RotaryRule) -> Tensor:
-    """Return the angle of each pair for one token, in radians, (pairs,), float64."""
-    exact = _exact_frequencies(rule.theta, rule.width, rule.exponent_width, rule.scaling)
+def frequencies_of_rule(rule: RotaryRule, length: Tensor | None = None) -> Tensor:
+    """Return the angle of each pair for one token, in radians, (pairs,), float64.
+
+    ``length`` is the number of tokens of a sequence, as in `Rotary.frequencies`.
+    """
+    if length is None or rule.scaling is None or not rule.scaling.depends_on_length:
+        exact = _exact_frequencies(rule.theta, rule.width, rule.exponent_width, rule.scaling)
+    else:
+        arithmetic: Arithmetic = {"dtype": torch.float64, "length": length}
+        arithmetic["exponent_width"] = rule.exponent_width
+        exact = rule.scaling.scaled_frequencies(rule.theta, rule.width, **arithmetic)
     return exact if rule.dtype is None else exact.to(rule.dtype).double()
 
 
@@ -226,31 +374,32 @@ def _exact_frequencies(
     return scaling.scaled_frequencies(theta, width, **arithmetic)
 
 
-def rotate_by_rule(rule: RotaryRule, x: Tensor, positions: Tensor) -> Tensor:
-    """Return (batch, heads, length, head_dim) rotated by positions, (batch, length)."""
-    angles = positions[:, None, :, None].double() * frequencies_of_rule(rule)
-    return rotate_by_angles(rule, x, angles)
+def rotate_by_rule(
+    rule: RotaryRule, x: Tensor, positions: Tensor, length: Tensor | None = None
+) -> Tensor:
+    """Return (batch, heads, length, head_dim) rotated by positions, (batch, length).
+
+    ``length`` is the number of tokens of each sequence, (batch, 1), for a scaling by it; positions
+    may be (axes, batch, length).
+    """
+    angles = _places_of_pairs(rule, positions).double() * frequencies_of_rule(rule, length)
+    angles = -angles if rule.backwards else angles
+    return rotate_by_angles(rule, x, angles[:, None])
 
 
 def rotate_by_angles(rule: RotaryRule, x: Tensor, angles: Tensor) -> Tensor:
     """Return ``x`` with the channels of each pair turned by ``angles`` (..., pairs)."""
-    count = angles.shape[-1]
     factors = _rotation_factors(angles, rule.amplitude, rule.pairing)
-    if rule.span is None or rule.pairing == "interleaved":
-        return _apply_rotation(x, *factors, rule.pairing)
-    first, second = slice(0, count), slice(rule.span, rule.span + count)
-    pairs = torch.cat((x[..., first], x[..., second]), -1)
-    turned = x.clone()
-    halves = _apply_rotation(pairs, *factors, rule.pairing).chunk(2, -1)
-    turned[..., first], turned[..., second] = halves
-    return turned
+    return _apply_rotation(x, *factors, rule.pairing, rule.span)
 
 
 # ---- checks and caches --------------------------------------------------------------------------
 
 
-def _frequencies_on_device(rotary: Rotary, x: Tensor) -> Tensor:
+def _frequencies_on_device(rotary: Rotary, x: Tensor, length: Tensor | None) -> Tensor:
     """Return the frequencies on the device of ``x``, cached in eager mode and CUDA graphs."""
+    if length is not None:
+        return rotary.frequencies(x.shape[-1], device=x.device, length=length)
     if may_read_values(x) or _is_in_cuda_graph(x):
         return _cached_frequencies(rotary, x.shape[-1], x.device)
     return rotary.frequencies(x.shape[-1], device=x.device)
@@ -269,7 +418,7 @@ def _is_in_cuda_graph(x: Tensor) -> bool:
     return bool(torch.cuda.is_current_stream_capturing())
 
 
-def _check_rotate_arguments(x: Tensor, positions: Tensor) -> None:
+def _check_rotate_arguments(x: Tensor, positions: Tensor, axes: int) -> None:
     if x.dim() != 4:
         raise ShapeError(
             saw=f"x of shape {tuple(x.shape)}",
@@ -278,23 +427,41 @@ def _check_rotate_arguments(x: Tensor, positions: Tensor) -> None:
         )
     if not x.is_floating_point():
         raise DTypeError(saw=f"x of dtype {x.dtype}", needed="a float", do="e.g. x.float()")
-    batch, length = x.shape[0], x.shape[2]
-    if positions.is_floating_point() or positions.dtype == torch.bool:
+    check_positions(positions, x.shape[0], x.shape[2], axes, x.device)
+
+
+def check_positions(
+    positions: object, batch: int, length: int, axes: int, device: torch.device
+) -> None:
+    """Raise unless positions are those of each token; floats may be coordinates in several axes.
+
+    Raises:
+        ShapeError: no tensor, or another shape than (length,), (batch, length) and, for several
+            axes, (axes, batch, length).
+        DTypeError: floats for one axis, or booleans.
+        DeviceError: positions on another device.
+    """
+    shape = tuple(positions.shape) if isinstance(positions, Tensor) else None
+    fitting = [(length,), (batch, length), (1, length)]
+    if axes > 1:  # a last axis may turn no pair
+        fitting += [(max(axes, (shape or (0,))[0]), *each) for each in fitting[1:]]
+    if not isinstance(positions, Tensor) or shape not in fitting:
+        sections = f" or (axes {axes}, batch {batch}, length {length})" if axes > 1 else ""
+        raise ShapeError(
+            saw=f"positions of shape {shape}" if shape is not None else f"positions={positions!r}",
+            needed=f"(length {length},) or (batch {batch}, length {length}){sections}, for "
+            f"{batch} x {length} tokens",
+            do="pass one position for each token, e.g. torch.arange(length)",
+        )
+    if positions.dtype == torch.bool or (positions.is_floating_point() and axes == 1):
         raise DTypeError(
             saw=f"positions of dtype {positions.dtype}",
             needed="whole numbers of tokens",
             do="e.g. torch.arange(length); to stretch positions, Rotary(scaling=...)",
         )
-    shape = tuple(positions.shape)
-    if shape != (length,) and shape != (batch, length) and shape != (1, length):
-        raise ShapeError(
-            saw=f"positions of shape {shape} for x of shape {tuple(x.shape)}",
-            needed=f"(length {length},) or (batch {batch}, length {length})",
-            do="pass one position for each token, e.g. torch.arange(length)",
-        )
-    if positions.device != x.device:
+    if positions.device != device:
         raise DeviceError(
-            saw=f"positions on {positions.device} for x on {x.device}",
+            saw=f"positions on {positions.device} for x on {device}",
             needed="one device",
-            do=f'positions.to("{x.device}")',
+            do=f'positions.to("{device}")',
         )

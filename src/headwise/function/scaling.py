@@ -36,11 +36,12 @@ def require_positive_fields(owner: object, *names: str) -> None:
 
 
 class Arithmetic(TypedDict, total=False):
-    """Device, dtype and exponent_width of a computation of frequencies."""
+    """Device, dtype and exponent_width of a computation of frequencies, and a sequence's length."""
 
     device: torch.device | str
     dtype: torch.dtype
     exponent_width: int | None
+    length: Tensor | None  # in tokens; scalings by it return (*its shape, pairs)
 
 
 def unscaled_frequencies(
@@ -57,14 +58,18 @@ def _tokens_per_radian(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     exponent_width: int | None = None,
+    length: Tensor | None = None,
 ) -> Tensor:
-    """Return the number of tokens for one radian, for each pair."""
+    """Return the number of tokens for one radian, for each pair, whatever the length is."""
+    del length
     exponents = torch.arange(0, width, 2, dtype=dtype, device=device) / (exponent_width or width)
     return torch.pow(theta, exponents)
 
 
-class _UnitAmplitude:
-    """Scaling of angles alone."""
+class _Scaling:
+    """Scaling of angles alone, the same at each length."""
+
+    depends_on_length = False
 
     @property
     def amplitude(self) -> float:
@@ -73,7 +78,7 @@ class _UnitAmplitude:
 
 
 @dataclass(frozen=True)
-class LinearScaling(_UnitAmplitude):
+class LinearScaling(_Scaling):
     """Position interpolation: all frequencies divided by ``factor`` (arXiv:2306.15595)."""
 
     factor: float
@@ -89,7 +94,7 @@ class LinearScaling(_UnitAmplitude):
 
 
 @dataclass(frozen=True)
-class NTKScaling(_UnitAmplitude):
+class NTKScaling(_Scaling):
     """NTK-aware interpolation: theta becomes ``theta * factor ** (width / (width - 2))``.
 
     The lowest frequency is divided by ``factor``, the highest is unchanged (bloc97; YaRN,
@@ -129,7 +134,7 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
 
 
 @dataclass(frozen=True)
-class YarnScaling:
+class YarnScaling(_Scaling):
     """YaRN: low frequencies divided by ``factor``, high ones unchanged (arXiv:2309.00071).
 
     Frequencies of more than ``beta_fast`` full turns within ``original_length`` tokens are
@@ -227,7 +232,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
-class Llama3Scaling(_UnitAmplitude):
+class Llama3Scaling(_Scaling):
     """Scaling of Llama 3.1: low frequencies divided by ``factor``, high ones unchanged.
 
     Frequencies of more than ``high_freq_factor`` full turns within ``original_length`` tokens are
@@ -264,4 +269,156 @@ class Llama3Scaling(_UnitAmplitude):
         return (1 - unscaled) * plain / self.factor + unscaled * plain
 
 
-Scaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
+class ByLength(_Scaling):
+    """Scaling that changes with the number of tokens of a sequence, beyond ``original_length``."""
+
+    depends_on_length = True
+    original_length: int
+
+    def are_kept(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return True where sequences of ``before`` tokens have the frequencies of ``after``."""
+        are_short = after <= self.original_length
+        return are_short | (before == 0) | (before == after)
+
+
+@dataclass(frozen=True)
+class LongScaling(ByLength):
+    """LongRoPE: each frequency divided by a factor of its own (arXiv:2402.13753).
+
+    A sequence of more than ``original_length`` tokens takes the long factors, each of its tokens
+    included; a shorter one the short factors. Phi-3 has them. transformers chooses for all
+    sequences of a batch by the longest; here each has its own.
+
+    Args:
+        short_factors: of each pair, for short sequences.
+        long_factors: of each pair, for long ones.
+        original_length: the training length in tokens.
+        factor: new length over original length, which decides the attention_factor.
+        attention_factor: factor of rotated vectors, sqrt(1 + log(factor) / log(original_length))
+            by default, 1 for a factor up to 1.
+
+    Raises:
+        OptionError: a number that is not positive and finite, or lists of two lengths.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_length: int
+    factor: float
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        optional = ("attention_factor",) if self.attention_factor is not None else ()
+        require_positive_fields(self, "original_length", "factor", *optional)
+        counts = len(self.short_factors), len(self.long_factors)
+        if len({*counts}) > 1 or min(*self.short_factors, *self.long_factors) <= 0:
+            raise OptionError(
+                saw=f"LongScaling of {counts[0]} short_factors and {counts[1]} long_factors",
+                needed="a positive factor of each pair in both",
+                do="pass short_factor and long_factor of the model's config as tuples",
+            )
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of rotated vectors."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        grown = math.log(self.factor) / math.log(self.original_length)
+        return math.sqrt(1 + grown) if self.factor > 1 else 1.0
+
+    def are_kept(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return True where sequences of ``before`` tokens have the frequencies of ``after``."""
+        return super().are_kept(before, after) | (before > self.original_length)
+
+    def scaled_frequencies(
+        self, theta: float, width: int, **arithmetic: Unpack[Arithmetic]
+    ) -> Float[Tensor, "*batch pairs"]:
+        """Return the frequencies of ``width`` rotated channels, short ones without a length.
+
+        Raises:
+            OptionError: factors for another number of pairs.
+        """
+        periods = _tokens_per_radian(theta, width, **arithmetic)
+        if len(periods) != len(self.short_factors):
+            raise OptionError(
+                saw=f"LongScaling with {len(self.short_factors)} factors of a rotary width of "
+                f"{width}",
+                needed=f"{len(periods)} factors, one of each pair",
+                do="pass those of the model's config",
+            )
+        short, long = (periods.new_tensor(x) for x in (self.short_factors, self.long_factors))
+        length = arithmetic.get("length")
+        if length is None:
+            return 1.0 / (short * periods)
+        return 1.0 / (torch.where(length[..., None] > self.original_length, long, short) * periods)
+
+
+@dataclass(frozen=True)
+class DynamicScaling(ByLength):
+    """Dynamic NTK: theta grows with the length l of a sequence beyond ``original_length``, m.
+
+    It becomes ``theta * (factor * l / m - (factor - 1)) ** (width / (width - 2))`` (transformers,
+    modeling_rope_utils.py). Short sequences are not scaled.
+    """
+
+    factor: float
+    original_length: int
+
+    def __post_init__(self) -> None:
+        require_positive_fields(self, "factor", "original_length")
+
+    def scaled_frequencies(
+        self, theta: float, width: int, **arithmetic: Unpack[Arithmetic]
+    ) -> Float[Tensor, "*batch pairs"]:
+        """Return the frequencies of ``width`` rotated channels, unscaled ones without a length."""
+        length, base = arithmetic.get("length"), arithmetic.get("exponent_width") or width
+        unscaled = unscaled_frequencies(theta, width, **arithmetic)
+        if length is None or base == 2:
+            return unscaled
+        share = length.double().clamp(min=self.original_length) / self.original_length
+        grown = theta * (self.factor * share - (self.factor - 1)) ** (base / (base - 2))
+        exponents = torch.arange(0, width, 2, dtype=unscaled.dtype, device=unscaled.device) / base
+        return 1.0 / torch.pow(grown.to(unscaled)[..., None], exponents)
+
+
+@dataclass(frozen=True)
+class ProportionalScaling(_Scaling):
+    """Only the first ``share`` of the pairs turns, by ``theta ** (-2i / width)`` each; Gemma 4.
+
+    The others have a frequency of 0, so that the two channels of a pair lie as far apart as in a
+    rotation of the whole width. All are divided by ``factor``.
+
+    Raises:
+        OptionError: numbers that are not positive and finite, or a share above 1.
+    """
+
+    share: float
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive_fields(self, "share", "factor")
+        if self.share > 1:
+            raise OptionError(
+                saw=f"ProportionalScaling(share={self.share})",
+                needed="a share of the pairs, from 0 to 1",
+                do="pass partial_rotary_factor of the model's config",
+            )
+
+    def scaled_frequencies(
+        self, theta: float, width: int, **arithmetic: Unpack[Arithmetic]
+    ) -> Float[Tensor, " pairs"]:
+        """Return the frequencies of ``width`` channels, 0 for the pairs that do not turn."""
+        frequencies = unscaled_frequencies(theta, width, **arithmetic) / self.factor
+        frequencies[int(self.share * width // 2) :] = 0.0
+        return frequencies
+
+
+Scaling = (
+    LinearScaling
+    | NTKScaling
+    | YarnScaling
+    | Llama3Scaling
+    | LongScaling
+    | DynamicScaling
+    | ProportionalScaling
+)

@@ -9,6 +9,7 @@ and out again changes 15 % of the entries of a bfloat16 matrix with a head_dim o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -27,7 +28,7 @@ Pairing = Literal["half-split", "interleaved"]
 NormKind = Literal["rms", "layer", "l2"]
 Over = Literal["head", "width"]
 Place = Literal["before", "after"]
-GateKind = Literal["head", "channel"]
+GateKind = Literal["head", "channel", "head softplus", "channel softplus"]
 # A number that may be FROM_CONFIG, or a size that may be None. As any type, so that arithmetic with
 # resolved numbers needs no cast.
 Open = Any
@@ -85,6 +86,8 @@ class RotaryRule:
         exponent_width: pair i turns by theta ** (-2i / exponent_width); ``width`` if None.
         span: distance of the two channels of a half-split pair; half the width if None.
         attention_factor: factor of rotated channels; that of the scaling if None.
+        axes: for each pair the axis of the positions by which it turns; None for one position.
+        backwards: True if pairs turn by minus the angle, as in nanochat.
         q_offset, k_offset: added to the positions.
         dtype: to which the frequencies are rounded; None for none.
     """
@@ -93,13 +96,20 @@ class RotaryRule:
     width: int | Open = None
     pairing: Pairing = "half-split"
     scaling: Scaling | Open | None = FROM_CONFIG
-    # Numbers that ported code gets wrong; no layer has others than these.
     exponent_width: int | None = None
     span: int | None = None
     attention_factor: float | None = None
+    axes: tuple[int, ...] | None = None
+    backwards: bool = False
+    # Of ported code that is wrong.
     q_offset: float = 0.0
     k_offset: float = 0.0
     dtype: torch.dtype | None = None
+
+    @property
+    def words(self) -> str:
+        """Words such as "half-split"."""
+        return f"{self.pairing}, backwards" if self.backwards else self.pairing
 
     @property
     def amplitude(self) -> float:
@@ -121,6 +131,7 @@ class NormRule:
         weight_offset: added to the stored weight.
         eps: added to the mean square.
         has_rows: True if the weight has a row for each head.
+        has_weight: False if nothing is learned.
     """
 
     kind: NormKind = "rms"
@@ -129,11 +140,13 @@ class NormRule:
     weight_offset: float = 0.0
     eps: float | Open = FROM_CONFIG
     has_rows: bool = False
+    has_weight: bool = True
 
     @property
     def words(self) -> str:
         """Words such as "rms over head, weight + 1, before rotary"."""
         parts = [f"{self.kind} over {self.over}"]
+        parts += [] if self.has_weight else ["no weight"]
         parts += ["rows for heads"] if self.has_rows else []
         parts += [f"weight + {self.weight_offset:g}"] if self.weight_offset else []
         return ", ".join([*parts, f"{self.place} rotary"])
@@ -208,6 +221,50 @@ class Latent:
         return ("normed" if self.normed else "not normed") + (", scaled" if self.scaled else "")
 
 
+@dataclass(frozen=True)
+class ValueRule:
+    """Change of values between their projection and the attention.
+
+    Attributes:
+        eps: of a root mean square norm of each head without weight; None for no norm.
+        factor: of the values.
+    """
+
+    eps: float | Open | None = None
+    factor: float | Open = 1.0
+
+    @property
+    def words(self) -> str:
+        """Words such as "rms over head"."""
+        return "times a factor" if self.eps is None else "rms over head"
+
+
+@dataclass(frozen=True)
+class TemperatureRule:
+    """A factor of queries that grows with their position; see `headwise.function.temperature`.
+
+    Attributes:
+        factor: of the logarithm.
+        length: of a step, in tokens.
+        first: the number of the first token, 0 or 1.
+        kind: "steps" takes the floor of position over length, "smooth" the quotient from 1 on.
+    """
+
+    factor: float
+    length: float
+    first: int = 0
+    kind: Literal["steps", "smooth"] = "steps"
+
+    def __post_init__(self) -> None:
+        """Raise OptionError for a length that is not positive, or another kind."""
+        if not self.length > 0 or self.kind not in ("steps", "smooth"):
+            raise OptionError(
+                saw=f"TemperatureRule(length={self.length}, kind={describe_value(self.kind)})",
+                needed='a positive length, and "steps" or "smooth"',
+                do="e.g. TemperatureRule(0.1, 8192, first=1), as in Llama 4",
+            )
+
+
 Window = tuple[int | Open | None, int | None]
 Sides = tuple[int | None, int | None]  # of a window that is known
 
@@ -228,8 +285,12 @@ class AttentionSpec:
         score_bias: what is added to the scores: an `AlibiRule`, a `BucketRule` or an `Other`.
         window: (left, right), the numbers of keys before and after a query; None for no bound.
         causal: True if a query attends to no later key.
-        clip: that projected queries, keys and values are clipped.
-        output_gate: a gate of each "head" or "channel" of the head outputs, computed from x.
+        clip: the largest size of queries and keys before the rotation, and of projected values.
+        output_gate: a gate of each "head" or "channel" of the head outputs, computed from x: a
+            sigmoid, or with "softplus" behind it.
+        temperature: a factor of queries by their position, a `TemperatureRule`.
+        values: a norm or a factor of values, a `ValueRule`.
+        output_norm: the normalisation of head outputs before their gate, a `NormRule`.
         latent: what keys and values come from in place of x, a `Latent`.
     """
 
@@ -245,6 +306,9 @@ class AttentionSpec:
     causal: bool = False
     clip: float | Other | Unset = ABSENT
     output_gate: GateKind | Unset = ABSENT
+    temperature: TemperatureRule | Unset = ABSENT
+    values: ValueRule | Unset = ABSENT
+    output_norm: NormRule | Unset = ABSENT
     latent: Latent | Other | Unset = ABSENT
 
     def __post_init__(self) -> None:
@@ -278,6 +342,11 @@ class AttentionSpec:
         return self.qk_norm if isinstance(self.qk_norm, NormRule) else None
 
     @cached_property
+    def bound(self) -> float | None:
+        """The largest size of queries, keys and values, None for none."""
+        return float(self.clip) if isinstance(self.clip, float | int) else None
+
+    @cached_property
     def cap(self) -> float | None:
         """The bound of the scores, None for none."""
         return self.softcap.limit if isinstance(self.softcap, Softcap) else None
@@ -292,7 +361,7 @@ class AttentionSpec:
         """The buckets of distances with a learned score bias, None for none."""
         return self.score_bias if isinstance(self.score_bias, BucketRule) else None
 
-    @property
+    @cached_property
     def compressed(self) -> Latent | None:
         """The latent of keys and values, None where headwise computes none."""
         return self.latent if isinstance(self.latent, Latent) else None
@@ -317,7 +386,7 @@ class AttentionSpec:
             width = f"{rotary.width} of {self.head_dim}"
         return {
             "scale": _in_words(self.scale, lambda x: SCALE_WORDS.get(x) or f"{x:g}"),
-            "rotary": _in_words(self.rotary, lambda x: x.pairing),
+            "rotary": _in_words(self.rotary, lambda x: x.words),
             "rotary_width": None if self.is_rotary_width_open else width,
             "score_bias": _in_words(
                 self.score_bias, lambda x: x.words if isinstance(x, AlibiRule) else "t5"
@@ -328,6 +397,11 @@ class AttentionSpec:
             "window": _in_words(self.window, lambda x: "none" if x[0] is None else "left"),
             "clip": _in_words(self.clip, lambda x: f"{x:g}"),
             "output_gate": _in_words(self.output_gate, str),
+            "temperature": _in_words(self.temperature, lambda _: "by position"),
+            "values": _in_words(self.values, lambda x: x.words),
+            "output_norm": _in_words(
+                self.output_norm, lambda x: x.words.removesuffix(f", {x.place} rotary")
+            ),
             "latent": _in_words(self.latent, lambda x: x.words),
         }
 
@@ -344,6 +418,9 @@ class AttentionSpec:
             elif name != "rotary_width":
                 unlisted = ABSENT if word == "none" else Other(word)
                 fields[name] = _VALUES.get(name, {}).get(word, unlisted)
+                if name == "clip" and isinstance(fields[name], Other):
+                    with suppress(ValueError):
+                        fields[name] = float(word)
         width = fields.pop("rotary_width", None)
         if isinstance(fields.get("rotary"), RotaryRule):
             fields["rotary"] = replace(fields["rotary"], width=width)
@@ -387,6 +464,9 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "window": ((tuple, Other), "(127, 0)"),
     "clip": ((float, int, Other), "6.0"),
     "output_gate": ((str,), '"channel"'),
+    "temperature": ((TemperatureRule,), "TemperatureRule(0.1, 8192)"),
+    "values": ((ValueRule,), "ValueRule(eps=1e-6)"),
+    "output_norm": ((NormRule,), 'NormRule(over="width")'),
     "latent": ((Latent, Other), "Latent(rank=512, shared_width=64)"),
 }
 OPEN_FIELDS = frozenset(_KINDS)  # those that may be FROM_CONFIG
@@ -399,17 +479,21 @@ def _in_words(value: Any, words: Callable[[Any], str]) -> str | None:
     return value.name if isinstance(value, Other) else words(value)
 
 
-_NORMS = (
-    NormRule(kind, over, place, offset, has_rows=has_rows)
-    for kind, over, place, offset, has_rows in product(
-        get_args(NormKind), get_args(Over), get_args(Place), (0.0, 1.0), (False, True)
+_NORMS = tuple(
+    NormRule(kind, over, place, offset, has_rows=has_rows, has_weight=has_weight)
+    for kind, over, place, offset, has_rows, has_weight in product(
+        *map(get_args, (NormKind, Over, Place)), (0.0, 1.0), (False, True), (False, True)
     )
 )
 _LATENTS = (Latent(normed=n, scaled=s) for n, s in product((True, False), repeat=2))
 # The words of each setting -> its value; those of any other form are an `Other`.
 _VALUES: dict[str, dict[str, Any]] = {
     "scale": {words: scale for scale, words in SCALE_WORDS.items()},
-    "rotary": {pairing: RotaryRule(pairing=pairing) for pairing in get_args(Pairing)},
+    "rotary": {
+        rule.words: rule
+        for pairing, backwards in product(get_args(Pairing), (False, True))
+        for rule in [RotaryRule(pairing=pairing, backwards=backwards)]
+    },
     "qk_norm": {norm.words: norm for norm in _NORMS},
     "softcap": {"tanh": Softcap()},
     "score_bias": {
@@ -419,11 +503,17 @@ _VALUES: dict[str, dict[str, Any]] = {
     "window": {"left": (FROM_CONFIG, None)},
     "output_gate": {gate: gate for gate in get_args(GateKind)},
     "latent": {latent.words: latent for latent in _LATENTS},
+    "temperature": {"by position": FROM_CONFIG},
+    "values": {
+        rule.words: rule for rule in (ValueRule(FROM_CONFIG), ValueRule(factor=FROM_CONFIG))
+    },
+    "output_norm": {
+        norm.words.removesuffix(", before rotary"): norm for norm in _NORMS if not norm.has_rows
+    },
 }
 SETTINGS = tuple(AttentionSpec().words())
-LATER = frozenset(
-    {"output_gate", "latent"}
-)  # settings that files of 0.1.0 do not have: "none" there
+# Settings that files of 0.1.0 do not have: "none" there.
+LATER = frozenset({"latent", "output_gate", "output_norm", "temperature", "values"})
 
 
 def require_conflicts_accepted(

@@ -49,6 +49,9 @@ AXES: dict[str, tuple[str, ...]] = {
     # gates of each head's outputs: one, or one for each channel
     "wg": ("heads", "gate_width", "embed_dim"),
     "bg": ("heads", "gate_width"),
+    # the norm of the head outputs, over all heads of a token
+    "o_norms": ("heads", "value_dim"),
+    "o_norms_bias": ("heads", "value_dim"),
     # the latents of queries, and of keys and values; and the key that all heads share
     "wa": ("query_dim", "embed_dim"),
     "wc": ("source_dim", "embed_dim"),
@@ -78,7 +81,7 @@ WIDER = {
 # Tensors of one kind, by the role of their heads: rows move among the tensors of a kind alone.
 KINDS: tuple[dict[str, str], ...] = (
     {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "g": "wg"},
-    {"q": "q_norms", "k": "k_norms"},
+    {"q": "q_norms", "k": "k_norms", "o": "o_norms"},
     {"q": "q_norm", "k": "k_norm"},
     {"k": "extra_k", "v": "extra_v"},
     {"q": "sink"},
@@ -94,7 +97,7 @@ FIRST = {"q": ("wa", "wq"), "k": ("wc", "wk"), "v": ("wc", "wv"), "o": ("wo",)}
 BIASES = ("bq", "bk", "bv", "bo", "bg", "ba", "bc", "br")
 NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
 # Optional tensors of every layout. One layer may hold the distances of all.
-OPTIONAL = (*BIASES, *(f"{norm}_bias" for norm in NORMS), "distances")
+OPTIONAL = (*BIASES, *(f"{norm}_bias" for norm in (*NORMS, "o_norms")), "distances")
 # Tensors with a rotated head_dim, in which the order of channels matters.
 ROTATED = ("wq", "wk", "bq", "bk", "extra_k", *NORMS, *(f"{norm}_bias" for norm in NORMS))
 CHANNELS = ("head_dim", "key_dim", "shared_width")  # the axes of these channels

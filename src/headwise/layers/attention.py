@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.function.gate import gate_width
+from headwise.function.gate import gate_width, open_gates
+from headwise.function.norm import change_values
 from headwise.function.records import stages_of
 from headwise.function.spec import AttentionSpec, require_conflicts_accepted
 from headwise.function.stages import scores, split_heads
+from headwise.function.temperature import query_factors
 from headwise.layers import base, checks, conversion, hooks, latent, packing
 from headwise.layers.cache import Cache
 from headwise.layers.linear import LayerExplanation, projection_line
@@ -53,10 +55,17 @@ def _project(layer: Attention, tokens: packing.Unpacked) -> tuple[Tensor, Tensor
     v = checks.split_projection("v_proj", v, "kv_heads", kv_heads, layer.value_dim)
     if place == ("head", "before"):
         q, k = _normalise(layer, q, k)
+    if (bound := layer.clip) is not None:
+        q, k = q.clamp(-bound, bound), k.clamp(-bound, bound)
+    v = change_values(layer.values, layer.clip, v)
     if layer.rotary is not None:
-        q, k = layer.rotary.rotate_both(q, k, tokens.positions())
+        if layer.rotary.depends_on_length:
+            tokens.reached = tokens.lengths_of_sequences()
+        q, k = layer.rotary.rotate_both(q, k, tokens.positions(), length=tokens.reached)
     if place == ("head", "after"):
         q, k = _normalise(layer, q, k)
+    if layer.temperature is not None:
+        q = q * query_factors(layer.temperature, tokens.positions(), q.dtype)
     return q, k, v
 
 
@@ -69,6 +78,8 @@ def _product_of_call(
     if call.cache is not None:
         keys = call.cache.key_count_after(k.shape[2])
         checks.check_mask_and_bias(call, heads=layer.num_heads, keys=keys)
+        if tokens.reached is not None:
+            checks.check_kept_frequencies(layer.rotary, call.cache, tokens.reached)
         tokens.cached = call.cache.extend(k, v, lengths=tokens.lengths)
         k, v = tokens.cached.k, tokens.cached.v
         mask = tokens.mask_with_cache(tokens.cached.starts)
@@ -107,8 +118,10 @@ def _project_stages(
     )
     if norm is not None and (norm.over, norm.place) == ("head", "before"):
         normed_q, normed_k = _normalise(layer, q, k)
-    rotated = product.matrix.q, product.matrix.k
-    tensors = (q, k, product.v, normed_q, normed_k, *rotated)
+    if (bound := layer.clip) is not None:
+        normed_q, normed_k = (x.clamp(-bound, bound) for x in (normed_q, normed_k))
+    v, rotated = split_heads(layer.v_proj(tokens.source), heads=counts[1]), product.matrix
+    tensors = (q, k, v, normed_q, normed_k, rotated.q, rotated.k)
     return dict(zip(stages_of(layer.spec), tensors, strict=False))
 
 
@@ -118,11 +131,21 @@ def _normalise(layer: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return layer.q_norm(q), layer.k_norm(k)
 
 
-def _gate_outputs(layer: Attention, outputs: Tensor, x: Tensor) -> Tensor:
+def _finish_outputs(layer: Attention, outputs: Tensor, x: Tensor) -> Tensor:
+    """Return head outputs after their norm and their gate."""
+    if layer.output_norm is not None and layer.o_norm is not None:
+        if layer.output_norm.over == "width":
+            merged = outputs.transpose(1, 2).flatten(2)
+            normed = layer.o_norm(merged)
+            if layer.output_norm.kind == "layer":  # 0 for a query that attends to nothing
+                normed = normed * (merged != 0).any(-1, keepdim=True)
+            outputs = split_heads(normed, heads=outputs.shape[1])
+        else:
+            outputs = layer.o_norm(outputs)
     if layer.output_gate is None or layer.gate_proj is None:
         return outputs
     heads, width = layer._head_counts[0], gate_width(layer.output_gate, layer.value_dim)
-    gates = torch.sigmoid(layer.gate_proj(x))
+    gates = open_gates(layer.gate_proj(x), layer.output_gate)
     factors = checks.split_projection("gate_proj", gates, "heads", heads, width)
     return outputs * factors.to(outputs.dtype)
 
@@ -153,8 +176,16 @@ class Attention(base.AttentionBase):
         sink: True for a learned logit of each head in the softmax's denominator, without a
             value.
         output_gate: multiplies the head outputs by the sigmoid of a projection of ``x``: "head"
-            for one factor for each head, "channel" for one for each of its channels.
+            for one factor for each head, "channel" for one for each of its channels. "head
+            softplus" and "channel softplus" take the softplus in place of the sigmoid.
         gate_bias: True for a bias in the projection of the gates, where there are any.
+        temperature: multiplies queries by a factor that grows with their position, a
+            `TemperatureRule` of `headwise.function`. Positions are those of the call, or count from
+            the start of a sequence; of a packed row, pass ``positions``.
+        clip: the largest size of queries and keys, before the rotation, and of projected values.
+        values: a norm or a factor of projected values, a `ValueRule` of `headwise.function`.
+        output_norm: normalises the head outputs before their gate: ``QKNorm(over="width")`` all
+            heads of a token together, ``QKNorm(has_weight=False)`` each head.
         latent: keys and values come from a latent of each token, and a cache holds this: a
             `headwise.function.Latent`. A rotation turns the channels of its shared key.
         latent_bias: True for biases in the projections to latents and to the shared key.
@@ -178,6 +209,7 @@ class Attention(base.AttentionBase):
         score_bias: ScoreBias | None = None,
         gate: Float[Tensor, "*batch heads"] | None = None,
         cache: Cache | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> Float[Tensor, "batch queries out_dim"]:
         """Compute attention; return (batch, queries, out_dim).
 
@@ -194,24 +226,27 @@ class Attention(base.AttentionBase):
                 gradient at 1 is the head's importance (Michel et al. 2019, arXiv:1905.10650).
             cache: a `Cache` of earlier keys and values; the call adds those of ``x`` in place.
                 Alignments are then bottom-right, and lengths count the tokens of this call.
+            positions: of the tokens of ``x``, (queries,) or (batch, queries), for the rotation; by
+                default they count from 0, or on from the cache. With a `Rotary` of several ``axes``
+                also (axes, batch, queries). Masks and score biases by distance count tokens.
 
         Raises:
             ShapeError, DTypeError, DeviceError: inputs that do not fit the layer or each other.
             MaskError: a mask or a score bias for other sizes, or one that a cache cannot take.
             OptionError: a source missing or not allowed, another layer's or a full cache.
         """
-        call = self._prepare_call(x, source, mask, score_bias, cache, gate)
+        call = self._prepare_call(x, source, mask, score_bias, cache, gate, positions)
         tokens = packing.select_packing(call)
         matrix, v, finish = _product_of_call(self, tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
         outputs = finish(hooks.call_hook(matrix, v, outputs))
-        outputs = _gate_outputs(self, outputs, tokens.x)
+        outputs = _finish_outputs(self, outputs, tokens.x)
         if call.gate is not None:
             outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))
         merged = outputs.transpose(1, 2).flatten(2)
         output = tokens.project_and_restore_batch(merged, self.out_proj)
         if cache is not None:
-            packing.keep_cached_keys(call, cache, tokens.cached)
+            packing.keep_cached_keys(call, cache, tokens)
         return output
 
     # ---- readings of single heads -------------------------------------------------------------
@@ -224,12 +259,13 @@ class Attention(base.AttentionBase):
         *,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> AttentionMatrix:
         """Return the attention matrix (batch, heads, queries, keys) as an operator.
 
         Arguments and errors as in ``forward``, here and in the readings below.
         """
-        call = self._prepare_call(x, source, mask, score_bias)
+        call = self._prepare_call(x, source, mask, score_bias, positions=positions)
         return _product_of_call(self, packing.Unpacked.of(call), call).matrix
 
     @_explain_call
@@ -240,11 +276,13 @@ class Attention(base.AttentionBase):
         *,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return weights @ v for each head, after the output gate: the projection's input."""
-        call = self._prepare_call(x, source, mask, score_bias)
+        call = self._prepare_call(x, source, mask, score_bias, positions=positions)
         tokens = packing.Unpacked.of(call)
-        return _gate_outputs(self, _product_of_call(self, tokens, call).head_outputs(), tokens.x)
+        outputs = _product_of_call(self, tokens, call).head_outputs()
+        return _finish_outputs(self, outputs, tokens.x)
 
     @_explain_call
     def stages(
@@ -254,13 +292,14 @@ class Attention(base.AttentionBase):
         *,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> dict[str, Tensor]:
         """Return every stage of a call without dropout; `headwise.function.stages` names them.
 
         Projections and norms are called as modules. Rotated queries and keys, weights and head
         outputs are those of `matrix`; the output is that of ``forward``.
         """
-        call = self._prepare_call(x, source, mask, score_bias)
+        call = self._prepare_call(x, source, mask, score_bias, positions=positions)
         tokens = packing.Unpacked.of(call)
         product = _product_of_call(self, tokens, call)
         matrix, before = product.matrix, _project_stages(self, tokens, product)
@@ -268,8 +307,8 @@ class Attention(base.AttentionBase):
         options = {"scale": matrix.scale, "softcap": matrix.softcap}
         logits = scores(q, k, mask=matrix.mask, score_bias=matrix.score_bias, **options)
         with evaluation_mode(self):
-            output = self(x, source, mask=mask, score_bias=score_bias)
-        outputs = _gate_outputs(self, product.head_outputs(), tokens.x)
+            output = self(x, source, mask=mask, score_bias=score_bias, positions=positions)
+        outputs = _finish_outputs(self, product.head_outputs(), tokens.x)
         after = {"scores": logits, "weights": matrix.dense(), "head outputs": outputs}
         return before | after | {"output": output}
 
@@ -281,13 +320,15 @@ class Attention(base.AttentionBase):
         *,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> Float[Tensor, "batch heads queries out_dim"]:
         """Return each head's part of the output; their sum is the output less its bias.
 
         The output projection is called once for each head, so that adapters, quantisation and
         sharding apply.
         """
-        outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
+        options: Any = {"mask": mask, "score_bias": score_bias, "positions": positions}
+        outputs = self.head_outputs(x, source, **options)
         bias = self.out_proj(torch.zeros_like(outputs[:1, :, :1]).transpose(1, 2).flatten(2))
         # Fill, do not multiply by 0: an infinite head would make the others NaN.
         here = range(self.num_heads) if self.part is None else self.part.heads
@@ -306,13 +347,14 @@ class Attention(base.AttentionBase):
         *,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
+        positions: Shaped[Tensor, "*axes queries"] | None = None,
         cache: Cache | None = None,
     ) -> LayerExplanation:
         """Return a printable report on a forward pass of this input: tokens, kernels and costs.
 
         A ``cache`` holds the same tokens afterwards.
         """
-        call = self._prepare_call(x, source, mask, score_bias, cache)
+        call = self._prepare_call(x, source, mask, score_bias, cache, positions=positions)
         tokens = packing.select_packing(call)
         matrix, v, _ = _product_of_call(self, tokens, call)
         total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
@@ -323,6 +365,8 @@ class Attention(base.AttentionBase):
             line += "; dropout in training allocates queries x keys for A @ v"
         if self.part is not None:
             line += f"; {self.part} of {self.num_heads} here"
+        if tokens.reached is not None:
+            line += f"; {checks.describe_border(self.rotary, tokens.reached)}"
         counts, form = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}, None
         counts |= {} if self.gate_proj is None else {"gate_proj": real}
         if self.latent is not None:
@@ -464,6 +508,7 @@ class Attention(base.AttentionBase):
         score_bias: ScoreBias | None,
         cache: Cache | None = None,
         gate: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> packing.CallInputs:
         checks.check_tokens("x", x, self.embed_dim, checks.X_AXES, self.q_proj)
         if source is not None or self.source_dim != self.embed_dim:
@@ -479,5 +524,8 @@ class Attention(base.AttentionBase):
             mask, bias = mask.aligned("bottom-right"), bias.aligned("bottom-right")
         if gate is not None:
             checks.check_gate(gate, x, self.num_heads)
-        call = packing.CallInputs(x, x if source is None else source, mask, bias, cache, gate)
+        places = checks.read_positions(self, x, positions, cache)
+        call = packing.CallInputs(
+            x, x if source is None else source, mask, bias, cache, gate, places
+        )
         return call if self.part is None else call.prepare_tensors_for_part(self.part)

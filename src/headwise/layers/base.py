@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.function.gate import gate_width
 from headwise.function.rotary import Rotary
-from headwise.function.spec import GateKind, Latent
+from headwise.function.spec import GateKind, Latent, TemperatureRule, ValueRule
 from headwise.layers.distance import PositionBias
 from headwise.layers.norm import QKNorm
 from headwise.masks.clauses.band import Band
@@ -113,6 +113,11 @@ class AttentionBase(nn.Module):
     sink: Tensor | None
     output_gate: GateKind | None
     gate_proj: nn.Module | None
+    temperature: TemperatureRule | None
+    clip: float | None
+    values: ValueRule | None
+    output_norm: QKNorm | None
+    o_norm: nn.Module | None
     latent: Latent | None = None  # pickles of earlier versions have none
     q_latent_proj: nn.Module | None
     q_latent_norm: nn.Module | None
@@ -153,6 +158,10 @@ class AttentionBase(nn.Module):
         sink: bool = False,
         output_gate: GateKind | None = None,
         gate_bias: bool = True,
+        temperature: TemperatureRule | None = None,
+        clip: float | None = None,
+        values: ValueRule | None = None,
+        output_norm: QKNorm | None = None,
         latent: Latent | None = None,
         latent_bias: bool = False,
         dropout: float = 0.0,
@@ -162,15 +171,11 @@ class AttentionBase(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
-        self.head_dim = width_of_head(embed_dim, num_heads, head_dim)
-        self.value_dim = self.head_dim if value_dim is None else value_dim
-        self.out_dim = embed_dim if out_dim is None else out_dim
-        self.source_dim = embed_dim if source_dim is None else source_dim
+        self._set_sizes(num_kv_heads, head_dim, value_dim, out_dim, source_dim)
         self.rotary, self.qk_norm, self.window = rotary, qk_norm, window
         self.scale, self.softcap, self.output_gate = scale, softcap, output_gate
-        self.dropout, self.init = dropout, init
+        self.temperature, self.clip, self.values = temperature, clip, values
+        self.output_norm, self.dropout, self.init = output_norm, dropout, init
         if latent is not None:
             self._take_latent(latent, k_bias=bool(k_bias), v_bias=bool(v_bias))
         check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
@@ -196,6 +201,22 @@ class AttentionBase(nn.Module):
         self.v_proj = nn.Linear(from_source, kv_heads * self.value_dim, of_v, **options)
         self.out_proj = nn.Linear(heads * self.value_dim, self.out_dim, of_out, **options)
 
+    def _set_sizes(
+        self,
+        num_kv_heads: int | None,
+        head_dim: int | None,
+        value_dim: int | None,
+        out_dim: int | None,
+        source_dim: int | None,
+    ) -> None:
+        embed_dim, num_heads = self.embed_dim, self.num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
+        self.head_dim = width_of_head(embed_dim, num_heads, head_dim)
+        self.value_dim = self.head_dim if value_dim is None else value_dim
+        self.out_dim = embed_dim if out_dim is None else out_dim
+        self.source_dim = embed_dim if source_dim is None else source_dim
+
     def _make_optional_parts(
         self, score_bias: PositionBias | None, *, sink: bool, gate_bias: bool, **options: Any
     ) -> None:
@@ -205,6 +226,10 @@ class AttentionBase(nn.Module):
             None if norm is None else norm.module(n * self.head_dim, **options) for n in each
         )
         self.score_bias = score_bias.module(heads, **options) if score_bias else None
+        norm, width = self.output_norm, self.value_dim
+        if norm is not None:
+            width *= heads if norm.over == "width" else 1
+        self.o_norm = None if norm is None else norm.module(width, **options)
         self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None
         gates = 0 if kind is None else heads * gate_width(kind, self.value_dim)
         self.gate_proj = nn.Linear(self.embed_dim, gates, gate_bias, **options) if gates else None
@@ -231,8 +256,9 @@ class AttentionBase(nn.Module):
         initialise_projections(self, self.init)
         if self.sink is not None:
             nn.init.zeros_(self.sink)
-        latents = (getattr(self, name, None) for name in LATENTS)
-        for module in (self.q_norm, self.k_norm, self.score_bias, self.gate_proj, *latents):
+        latents = [getattr(self, name, None) for name in LATENTS]
+        modules = (self.q_norm, self.k_norm, self.o_norm, self.score_bias, self.gate_proj)
+        for module in (*modules, *latents):
             if reset := getattr(module, "reset_parameters", None):  # ALiBi and None have none
                 reset()
 
@@ -240,6 +266,11 @@ class AttentionBase(nn.Module):
     def applies_dropout(self) -> bool:
         """True if the next forward pass applies dropout."""
         return self.training and self.dropout > 0
+
+    @property
+    def takes_positions(self) -> bool:
+        """True if positions of tokens act, other than by the distances of masks and biases."""
+        return self.rotary is not None or self.temperature is not None
 
     @property
     def _head_counts(self) -> tuple[int, int]:
@@ -255,7 +286,16 @@ class AttentionBase(nn.Module):
         if self.num_kv_heads != self.num_heads:
             parts.append(f"{self.num_kv_heads} kv_heads")
         usual = {"value_dim": self.head_dim, "source_dim": self.embed_dim}
-        for name in (*usual, "rotary", "window", "scale", "softcap"):
+        for name in (
+            *usual,
+            "rotary",
+            "window",
+            "scale",
+            "softcap",
+            "temperature",
+            "clip",
+            "values",
+        ):
             if getattr(self, name) != usual.get(name):
                 parts.append(f"{name}={getattr(self, name)}")
         if self.sink is not None:
@@ -325,7 +365,7 @@ def check_options(
         )
     _check_option_types(layer, score_bias)
     positional = {"rotary": layer.rotary, "window": layer.window, "score_bias": score_bias}
-    for name, option in positional.items():
+    for name, option in (positional | {"temperature": layer.temperature}).items():
         if crosses and option is not None:
             refuse_in_cross_attention(name, option, f"source_dim={layer.source_dim}")
     if layer.rotary is not None:
@@ -369,6 +409,8 @@ def _check_latent(layer: AttentionBase, latent: Any, *, k_bias: bool, v_bias: bo
         "num_kv_heads": (layer.num_kv_heads, layer.num_heads),
         "source_dim": (layer.source_dim, layer.embed_dim),
         "qk_norm": (layer.qk_norm, None),
+        "clip": (layer.clip, None),
+        "values": (layer.values, None),
         "k_bias": (k_bias, False),
         "v_bias": (v_bias, False),
     }
@@ -394,6 +436,15 @@ def _check_option_types(layer: AttentionBase, score_bias: object) -> None:
         ("rotary", layer.rotary, Rotary, "a Rotary", "rotary=Rotary()"),
         ("qk_norm", layer.qk_norm, QKNorm, "a QKNorm", "qk_norm=QKNorm()"),
         (
+            "temperature",
+            layer.temperature,
+            TemperatureRule,
+            "a TemperatureRule, of headwise.function",
+            "temperature=TemperatureRule(0.1, 8192)",
+        ),
+        ("values", layer.values, ValueRule, "a ValueRule, of headwise.function", "values=None"),
+        ("output_norm", layer.output_norm, QKNorm, "a QKNorm", 'QKNorm(over="width")'),
+        (
             "score_bias",
             score_bias,
             PositionBias,
@@ -404,6 +455,19 @@ def _check_option_types(layer: AttentionBase, score_bias: object) -> None:
     for name, option, kind, needed, do in kinds:
         if option is not None and (isinstance(option, type) or not isinstance(option, kind)):
             raise OptionError(saw=f"{name}={describe_value(option)}", needed=needed, do=do)
+    clip, norm = layer.clip, layer.output_norm
+    if clip is not None and not 0 < clip < math.inf:
+        raise OptionError(
+            saw=f"clip={describe_value(clip)}",
+            needed="the largest size of queries, keys and values, a positive number",
+            do="e.g. clip=8.0, or None",
+        )
+    if norm is not None and norm.over == "head" and norm.has_weight:
+        raise OptionError(
+            saw=f"output_norm={norm}",
+            needed='over="width" for a learned weight, or has_weight=False for each head',
+            do='QKNorm(over="width") as in BitNet, or QKNorm(has_weight=False)',
+        )
     window = layer.window
     if window is not None and (not isinstance(window, tuple) or len(window) != 2):
         raise OptionError(

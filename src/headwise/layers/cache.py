@@ -42,6 +42,9 @@ class Cache:
         length: slots in use.
         dropped: tokens that were dropped, since they are older than the window.
         padding: (batch,), padding tokens before each sequence's first token; None for none.
+        has_places: True if a call gave positions, which each later call then needs.
+        reached: (batch, 1), the lengths by which keys were rotated, where the rotation changes with
+            the length; None before the first call.
         needs_mask: True if a boolean mask, segments or offsets hid cached keys from every query.
             The cache stores no such mask, so each later call needs one. It stays False under
             torch.compile, where no value can be read.
@@ -53,6 +56,8 @@ class Cache:
         self.dropped = 0
         self.padding: Tensor | None = None
         self.needs_mask = False
+        self.has_places = False
+        self.reached: Tensor | None = None
 
     @property
     def form(self) -> str:
@@ -156,7 +161,9 @@ class Cache:
         k, v = (buffer.index_select(0, sequences) for buffer in (self._k, self._v))
         cache = Cache(k, v, window=self.window, owner=self.owner)
         cache.length, cache.dropped = self.length, self.dropped
-        cache.needs_mask = self.needs_mask
+        cache.needs_mask, cache.has_places = self.needs_mask, self.has_places
+        if self.reached is not None:
+            cache.reached = self.reached.index_select(0, sequences)
         if self.padding is not None:
             cache.padding = self.padding.index_select(0, sequences)
         return cache
@@ -171,6 +178,7 @@ class Cache:
     def clear(self) -> None:
         """Remove all tokens; the buffers are reused."""
         self.length, self.dropped, self.padding, self.needs_mask = 0, 0, None, False
+        self.has_places, self.reached = False, None
 
     def _starts_of(self, padding: Tensor | None) -> Tensor | None:
         return None if padding is None else (padding - self.dropped).clamp(min=0)

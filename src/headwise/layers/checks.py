@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
+from headwise.function.rotary import Rotary, check_positions
+from headwise.function.scaling import ByLength
 from headwise.function.stages import split_heads
 from headwise.layers import packing
 from headwise.layers.base import AttentionBase, refuse_in_cross_attention
@@ -15,10 +17,16 @@ from headwise.layers.cache import Cache
 from headwise.masks.clauses.lengths import PaddingClause
 from headwise.support.arguments import ArgumentAdvice
 from headwise.support.text import describe_move, describe_sizes, describe_value
+from headwise.support.tracing import may_check_values
 
 X_AXES = ("batch", "queries", "embed_dim")
 SOURCE_AXES = ("batch", "keys", "source_dim")
-POSITIONAL_OPTIONS = ("rotary", "window", "score_bias")  # need positions in one sequence
+POSITIONAL_OPTIONS = (
+    "rotary",
+    "window",
+    "score_bias",
+    "temperature",
+)  # need positions in one sequence
 
 
 # ---- arguments of a call ------------------------------------------------------------------------
@@ -138,6 +146,67 @@ def split_projection(name: str, x: Tensor, axis: str, heads: int, width: int) ->
     return split_heads(x, heads=heads)
 
 
+def read_positions(
+    layer: AttentionBase, x: Tensor, positions: Tensor | None, cache: Cache | None
+) -> Tensor | None:
+    """Return the positions of a call as (batch, queries, axes), None where it gives none.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: see `headwise.function.rotary.check_positions`.
+        OptionError: positions for a layer without a place for them, or for some calls of a cache.
+    """
+    if cache is not None and cache.seen and cache.has_places != (positions is not None):
+        were = "with positions=..." if cache.has_places else "without positions"
+        raise OptionError(
+            saw=f"a cache of {cache.seen} tokens that came {were}, and a call that differs in this",
+            needed="positions in each call with a cache, or in none",
+            do="pass positions= of the new tokens, which go on from the last ones"
+            if cache.has_places
+            else "leave out positions, or give those of all tokens from the first call on",
+        )
+    if positions is None:
+        return None
+    if not layer.takes_positions:
+        raise OptionError(
+            saw="positions= for a layer without rotary or temperature",
+            needed="one of these, where positions act; masks and biases count tokens",
+            do="leave out positions",
+        )
+    batch, length, _ = x.shape
+    axes = 1 if layer.rotary is None else layer.rotary.axis_count
+    check_positions(positions, batch, length, axes, x.device)
+    positions = positions if positions.dim() == 3 else positions.expand(1, batch, length)
+    return positions.expand(-1, batch, -1).movedim(0, -1)
+
+
+def check_kept_frequencies(rotary: Rotary | None, cache: Cache, lengths: Tensor) -> None:
+    """Raise OptionError if cached keys were rotated by frequencies of shorter sequences."""
+    before, scaling = cache.reached, rotary and rotary.scaling
+    if before is None or not isinstance(scaling, ByLength) or not may_check_values(lengths):
+        return
+    kept = scaling.are_kept(before, lengths)
+    if not bool(kept.all()):
+        row = int((~kept).flatten().nonzero()[0])
+        raise OptionError(
+            saw=f"a cache whose keys were rotated for {int(before[row])} tokens, and a sequence of "
+            f"{int(lengths[row])}: {type(scaling).__name__} changes its frequencies beyond "
+            f"{scaling.original_length}",
+            needed="keys that are all rotated by the frequencies of one length",
+            do="cache.clear(), and one call with all tokens of the sequences",
+        )
+
+
+def describe_border(rotary: Rotary | None, lengths: Tensor) -> str:
+    """Return where a rotation changes with the length, and the longest sequence of a call."""
+    assert rotary is not None
+    assert isinstance(rotary.scaling, ByLength)
+    kind, border = type(rotary.scaling).__name__, rotary.scaling.original_length
+    return (
+        f"{kind} changes its frequencies for sequences of more than {border:,} tokens, and the "
+        f"longest has {int(lengths.max()):,}"
+    )
+
+
 def check_gate(gate: Tensor, x: Tensor, num_heads: int) -> None:
     """Raise unless a gate is (heads,) or (batch, heads) on the device of x."""
     if not isinstance(gate, Tensor) or gate.device != x.device:
@@ -176,7 +245,7 @@ _CAUSAL = ArgumentAdvice("a mask", "mask=Mask.causal()")
 _CACHE = ArgumentAdvice(
     "a Cache of this layer", "cache=layer.cache(batch=..., length=...), made once"
 )
-_NO_POSITIONS = "no positions: a layer with rotary counts its tokens"
+_NO_POSITIONS = "no angles: a layer with rotary computes them, from positions= or by counting"
 
 CALL = {
     **dict.fromkeys(("query", "key", "value"), _SELF),
@@ -210,7 +279,9 @@ CALL = {
     ),
     "past_key_values": _CACHE,
     "past_key_value": _CACHE,
-    "position_ids": ArgumentAdvice(_NO_POSITIONS, "leave it out"),
+    "position_ids": ArgumentAdvice(
+        "positions, where they do not count from 0 or on from a cache", "positions={value}"
+    ),
     "position_embeddings": ArgumentAdvice(
         _NO_POSITIONS, "leave it out, and construct the layer with rotary=Rotary()"
     ),

@@ -185,7 +185,7 @@ def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
     is_usual = scale is None or math.isclose(scale, usual, rel_tol=_ROUNDING)
     if rotary is not None:
         width = rotary.rotated_width(layer.head_dim)
-        rotation = rules.RotaryRule(rotary.theta, width, rotary.pairing, rotary.scaling)
+        rotation = replace(rotary.rule, width=width)
     return AttentionSpec(
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
@@ -197,6 +197,10 @@ def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
         score_bias=_score_bias_rule(layer.score_bias),
         window=ABSENT if layer.window is None else layer.window,
         output_gate=layer.output_gate or ABSENT,
+        temperature=layer.temperature or ABSENT,
+        clip=ABSENT if layer.clip is None else layer.clip,
+        values=layer.values or ABSENT,
+        output_norm=ABSENT if layer.output_norm is None else layer.output_norm.rule,
         latent=layer.latent or ABSENT,
     )
 
@@ -220,7 +224,7 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
     options: dict[str, Any] = {}
     rotary, norm, bias = spec.rotation, spec.qk_norm, spec.score_bias
     if rotary is not None and rotary.theta is not FROM_CONFIG:
-        options["rotary"] = Rotary(rotary.theta, rotary.width, rotary.pairing, rotary.scaling)
+        options["rotary"] = Rotary.of(rotary)
     if spec.scale == USUAL_SCALE:
         options["scale"] = None
     elif isinstance(spec.scale, float | int) or (spec.scale and spec.head_dim):
@@ -239,6 +243,15 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
         options["window"] = spec.window
     if isinstance(spec.output_gate, str):
         options["output_gate"] = spec.output_gate
+    if isinstance(spec.temperature, rules.TemperatureRule):
+        options["temperature"] = spec.temperature
+    if spec.bound is not None:
+        options["clip"] = spec.bound
+    if isinstance(spec.values, rules.ValueRule) and FROM_CONFIG not in vars(spec.values).values():
+        options["values"] = spec.values
+    norm = spec.output_norm
+    if isinstance(norm, rules.NormRule) and norm.eps is not FROM_CONFIG:
+        options["output_norm"] = QKNorm.of(norm)
     if spec.compressed is not None and spec.compressed.rank is not None:
         options["latent"] = spec.compressed
     return options

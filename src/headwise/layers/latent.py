@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headwise.function import latent as formulas
 from headwise.function.latent import latent_factor
 from headwise.function.stages import split_heads
+from headwise.function.temperature import query_factors
 from headwise.layers import checks, packing
 from headwise.layers.base import AttentionBase
 from headwise.layers.hooks import has_attention_hook
@@ -51,9 +52,13 @@ def project(layer: AttentionBase, tokens: packing.Unpacked) -> tuple[Tensor, Ten
     q = checks.split_projection("q_proj", queries, "heads", heads, layer.head_dim)
     assert layer.shared_k_proj is not None
     shared = layer.shared_k_proj(tokens.source)[:, None]
-    if layer.rotary is not None:
-        positions = tokens.positions()
-        q, shared = layer.rotary.rotate(q, positions), layer.rotary.rotate(shared, positions)
+    if (rotary := layer.rotary) is not None:
+        if rotary.depends_on_length:
+            tokens.reached = tokens.lengths_of_sequences()
+        positions, length = tokens.positions(), tokens.reached
+        q, shared = (rotary.rotate(x, positions, length=length) for x in (q, shared))
+    if layer.temperature is not None:
+        q = q * query_factors(layer.temperature, tokens.positions(), q.dtype)
     return q, torch.cat((shared, compress_source(layer, tokens.source)[:, None]), -1)
 
 

@@ -38,6 +38,7 @@ class QKNorm:
         OLMo 2      QKNorm(over="width")                all heads of a token together
         Gemma 3     QKNorm(one_plus=True)               the weight is stored less 1
         torchtune   QKNorm(place="after")               after the rotation
+        Llama 4     QKNorm(place="after", has_weight=False)
 
     All heads share one weight. The layer norms of Cohere, Chameleon and StableLM 2 have a weight
     of (heads, head_dim), one row for each head: they fit only where the rows are equal.
@@ -51,9 +52,11 @@ class QKNorm:
         one_plus: True if the weight is stored as its difference from 1, so that weight decay
             pulls it towards 1.
         eps: added to the mean square, or to the variance.
+        has_weight: False for a norm without learned parameters.
 
     Raises:
-        OptionError: a value outside its range, or ``over="width"`` with ``place="after"``.
+        OptionError: a value outside its range, or ``over="width"`` with ``place="after"`` or
+            ``has_weight=False``.
     """
 
     kind: Kind = "rms"
@@ -61,6 +64,7 @@ class QKNorm:
     place: Place = "before"
     one_plus: bool = False
     eps: float = 1e-6
+    has_weight: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -76,6 +80,12 @@ class QKNorm:
                 needed="a positive finite number, since vectors of zeros give NaN otherwise",
                 do="eps=1e-6",
             )
+        if self.over == "width" and not self.has_weight:
+            raise OptionError(
+                saw='QKNorm(over="width", has_weight=False)',
+                needed="a norm without weight of each head, as models have it",
+                do='over="head" with has_weight=False, or has_weight=True',
+            )
         if self.over == "width" and self.place == "after":
             raise OptionError(
                 saw='QKNorm(over="width", place="after")',
@@ -88,15 +98,17 @@ class QKNorm:
     def of(cls, rule: NormRule) -> QKNorm:
         """Return the options of a norm that a description states."""
         assert rule.kind != "l2"
-        return cls(rule.kind, rule.over, rule.place, rule.weight_offset == 1, rule.eps)
+        shape = rule.kind, rule.over, rule.place, rule.weight_offset == 1, rule.eps
+        return cls(*shape, rule.has_weight)
 
     @property
     def rule(self) -> NormRule:
         """The norm, as `AttentionSpec` has it."""
         offset = 1.0 if self.one_plus else 0.0
-        return NormRule(self.kind, self.over, self.place, offset, self.eps)
+        shape = self.kind, self.over, self.place, offset, self.eps
+        return NormRule(*shape, has_weight=self.has_weight)
 
-    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Normalise the last axis of ``x``."""
         offset = 1.0 if self.one_plus else 0.0
         return normalise(x, weight, bias, kind=self.kind, eps=self.eps, weight_offset=offset)
@@ -122,19 +134,25 @@ class Norm(nn.Module):
     also round before they apply the weight.
     """
 
+    weight: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(self, options: QKNorm, width: int, **place: Unpack[Placement]) -> None:
         super().__init__()
-        self.options = options
-        self.weight = nn.Parameter(torch.empty(width, **place))
-        bias = torch.empty(width, **place) if options.kind == "layer" else None
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self.options, self.width = options, width
+        held = {
+            "weight": options.has_weight,
+            "bias": options.has_weight and options.kind == "layer",
+        }
+        for name, is_held in held.items():
+            values = nn.Parameter(torch.empty(width, **place)) if is_held else None
+            self.register_parameter(name, values)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the weight to 1 and the bias to 0."""
-        nn.init.constant_(self.weight, 0.0 if self.options.one_plus else 1.0)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self.options.one_plus else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -144,4 +162,4 @@ class Norm(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the width and the options."""
-        return f"{len(self.weight)}, {self.options}"
+        return f"{self.width}, {self.options}"

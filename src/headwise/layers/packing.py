@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ class CallInputs(NamedTuple):
     score_bias: ScoreBias
     cache: Cache | None
     gate: Tensor | None = None
+    places: Tensor | None = None  # the caller's positions, (batch, queries, axes)
 
     def prepare_tensors_for_part(self, part: HeadPart) -> CallInputs:
         tensors = self.score_bias.all_tensors()
@@ -74,11 +75,30 @@ class Unpacked:
     lengths: Tensor | None = None  # (batch,), for a cache: real new tokens, which come last
     cached: CachedKeys | None = None  # for a cache: what it holds once the call has succeeded
     is_zeroed: bool = False  # True if padding of queries and keys is 0, cached tokens included
+    places: Tensor | None = None  # the caller's positions of these tokens, (batch, length, axes)
+    reached: Tensor | None = None  # lengths of the sequences, for frequencies that change with them
+    last: Tensor | None = None  # (batch,), tokens up to the last real one; None for all
 
     def positions(self) -> Tensor:
-        """Return the position of each token in its sequence: (length,), or (batch, length)."""
+        """Return the position of each token in its sequence: (length,), or (batch, length).
+
+        With several axes they are (axes, batch, length).
+        """
+        if self.places is not None:
+            return self.places[..., 0] if self.places.shape[-1] == 1 else self.places.movedim(-1, 0)
         positions = torch.arange(self.x.shape[1], device=self.x.device) + self.first
         return positions if self.padding is None else positions - self.padding[:, None]
+
+    def lengths_of_sequences(self) -> Tensor:
+        """Return the tokens of each sequence, cached ones included, (batch, 1).
+
+        With positions of the caller it is the last one, and one more.
+        """
+        if self.places is not None:
+            return self.places.amax((1, 2))[:, None] + 1
+        shown = torch.full((self.x.shape[0],), self.x.shape[1], device=self.x.device)
+        lengths = (shown if self.last is None else self.last) + self.first
+        return (lengths if self.padding is None else lengths - self.padding)[:, None]
 
     def expand_gate(self, gate: Tensor) -> Tensor:
         """Reshape a gate, (heads,) or (batch, heads), to a factor of the head outputs."""
@@ -101,7 +121,7 @@ class Unpacked:
         x, source, mask = call.x, call.source, call.mask
         clauses = tuple(c for kind in _STATES_PADDING for c in mask.clauses_of_kind(kind))
         if not clauses:
-            return Unpacked(x, source, mask)
+            return Unpacked(x, source, mask, places=call.places)
         sizes = {"batch": x.shape[0], "heads": 1, "queries": x.shape[1], "keys": source.shape[1]}
         bound = Mask(clauses).bind(**sizes, device=x.device)
         queries, keys = bound.stated_tokens(QUERIES), bound.stated_tokens(KEYS)
@@ -111,8 +131,11 @@ class Unpacked:
         elif queries is not None and keys is not None:
             x = source = zero_padding(x, queries | keys)
             is_zeroed = may_check_values(queries) and torch.equal(queries, keys)
-        padding = bound.first_real_keys()
-        return Unpacked(x, source, mask, padding=padding, is_zeroed=is_zeroed)
+        padding, last = bound.first_real_keys(), None
+        if (real := queries if keys is None or keys is queries else keys) is not None:
+            last = (real * torch.arange(1, real.shape[1] + 1, device=real.device)).amax(1)
+        given: dict[str, Any] = {"padding": padding, "last": last, "places": call.places}
+        return Unpacked(x, source, mask, is_zeroed=is_zeroed, **given)
 
 
 def select_packing(call: CallInputs) -> Unpacked:
@@ -120,7 +143,7 @@ def select_packing(call: CallInputs) -> Unpacked:
     if call.cache is not None:
         return left_pad_tokens(call, call.cache)
     if not call.mask.clauses:
-        return Unpacked(call.x, call.source, call.mask)
+        return Unpacked(call.x, call.source, call.mask, places=call.places)
     # An attention hook gets the batch of the call, not packed tokens.
     packed = pack_real_tokens(call) if _is_packable(call) and not has_attention_hook() else None
     return packed or Unpacked.of(call)
@@ -138,10 +161,23 @@ class Packed(Unpacked):
     queries: int = 0
 
     def positions(self) -> Tensor:
-        device, padding = self.x.device, self.padding
-        origins = [0] * self.batch if padding is None else padding.tolist()
+        if self.places is not None:
+            return super().positions()
+        origins, device = self._origins(), self.x.device
         counted = [torch.arange(*p.queries, device=device) - origins[p.batch] for p in self.pieces]
         return torch.cat(counted)
+
+    def lengths_of_sequences(self) -> Tensor:
+        """Return the tokens of each token's sequence, (tokens,)."""
+        origins = self._origins()
+        ends = {p.batch: p.queries.stop - origins[p.batch] for p in self.pieces}  # in order
+        if self.last is not None:  # those of the caller's positions
+            ends = dict(enumerate(self.last.tolist()))
+        rows = [ends[p.batch] for p in self.pieces for _ in range(p.queries.size)]
+        return torch.tensor(rows, device=self.x.device)
+
+    def _origins(self) -> list[int]:
+        return [0] * self.batch if self.padding is None else self.padding.tolist()
 
     def expand_gate(self, gate: Tensor) -> Tensor:
         """Return the gate of each token's sequence, (1, heads, tokens, 1), or (heads, 1, 1)."""
@@ -191,8 +227,12 @@ def pack_real_tokens(call: CallInputs) -> Packed | None:
         key_offsets = _cumulative_lengths([piece.keys for piece in pieces], x.device)
     # Each query has the position of its key, so clauses without an alignment need none.
     mask = Mask((*division.rest.clauses, PackedRow(offsets, key_offsets)))
-    padding = bound.first_real_keys()
-    return Packed(packed_x, source, mask, 0, padding, pieces=pieces, batch=batch, queries=queries)
+    packed = Packed(packed_x, source, mask, 0, bound.first_real_keys())
+    packed.pieces, packed.batch, packed.queries = pieces, batch, queries
+    if call.places is not None:
+        packed.places = _pack_rows(call.places, [(p.batch, p.queries) for p in pieces])
+        packed.last = call.places.amax((1, 2)) + 1
+    return packed
 
 
 def _is_packable(call: CallInputs) -> bool:
@@ -257,16 +297,20 @@ def left_pad_tokens(call: CallInputs, cache: Cache) -> Unpacked:
     _require_mask_for_hidden_cached_keys(call, cache)
     if not mask.clauses_of_kind(PaddingClause):
         is_zeroed = not any(clause.names_every_key for clause in mask.clauses)
-        return Unpacked(x, x, mask, cache.seen, cache.padding, is_zeroed=is_zeroed)
+        seen = cache.seen, cache.padding
+        return Unpacked(x, x, mask, *seen, is_zeroed=is_zeroed, places=call.places)
     lengths, end_together = _real_token_counts_and_padding_side(call)
     position, gap = _row_positions_and_padding_counts(x, lengths)
+    places = call.places
     if not end_together:
         x = _gather_tokens(x, (position - gap).clamp(min=0))
+        if places is not None:
+            places = _gather_tokens(places, (position - gap).clamp(min=0))
     x = zero_padding(x, position >= gap)
     padding = gap[:, 0] if cache.padding is None else gap[:, 0] + cache.padding
     mask = mask.without_kind(PaddingClause)
     given = (x, x, mask, cache.seen, padding, lengths)
-    return LeftPadded(*given, is_zeroed=True, end_together=end_together)
+    return LeftPadded(*given, is_zeroed=True, places=places, end_together=end_together)
 
 
 def _check_mask_positions_fit_cache(call: CallInputs, cache: Cache) -> None:
@@ -321,8 +365,9 @@ def _require_mask_for_hidden_cached_keys(call: CallInputs, cache: Cache) -> None
         )
 
 
-def keep_cached_keys(call: CallInputs, cache: Cache, cached: CachedKeys | None) -> None:
+def keep_cached_keys(call: CallInputs, cache: Cache, tokens: Unpacked) -> None:
     """Let the cache of a call hold the keys of its tokens, after all else of the call succeeded."""
+    cached = tokens.cached
     assert cached is not None
     (batch, new, _), clauses = call.x.shape, call.mask.clauses
     if new > 1 and may_read_values(call.x):
@@ -331,6 +376,7 @@ def keep_cached_keys(call: CallInputs, cache: Cache, cached: CachedKeys | None) 
         real = [clause.real_tokens(KEYS, sizes) for clause in clauses if clause.names_every_key]
         cache.needs_mask |= any(part is not None and not bool(part.all()) for part in real)
     cache.keep(cached)
+    cache.has_places, cache.reached = call.places is not None, tokens.reached
 
 
 def _real_token_counts_and_padding_side(call: CallInputs) -> tuple[Tensor, bool]:

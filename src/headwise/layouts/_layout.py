@@ -396,7 +396,9 @@ class Layout(ShownInNotebook):
     @property
     def required(self) -> set[str]:
         """The stored tensors that every module has."""
-        may_lack = {*OPTIONAL, *self.optional, *(() if self.function.qk_norm else NORMS)}
+        norm = self.function.qk_norm
+        is_learned = norm and getattr(norm, "has_weight", True)
+        may_lack = {*OPTIONAL, *self.optional, *(() if is_learned else NORMS)}
         return {
             n for n, pattern in self.patterns.items() if not may_lack.issuperset(pattern.tensors)
         }

@@ -44,6 +44,8 @@ _WORDS = {
     "score_bias": "score bias",
     "qk_norm": "norm of q and k",
     "output_gate": "output gate",
+    "temperature": "temperature of queries",
+    "output_norm": "norm of head outputs",
     "mask": "its own mask",
 }
 _PER_HEAD = {"heads", "kv_heads"}

@@ -246,6 +246,12 @@ def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> N
     patterns = conversion.layout_of_layer(layer).patterns
     divided = ("heads", "kv_heads") if splits_kv else ("heads",)
     is_width = layer.qk_norm is not None and layer.qk_norm.over == "width"
+    if layer.output_norm is not None and layer.output_norm.over == "width":
+        raise OptionError(
+            saw=f"output_norm={layer.output_norm} of a layer whose heads are divided over ranks",
+            needed="a norm of each head: this one needs the outputs of all heads on each rank",
+            do="leave this layer whole, or use QKNorm(has_weight=False)",
+        )
     for name, module in layer.named_modules():
         if name.startswith("score_bias") and not isinstance(layer.score_bias, T5BucketTable):
             continue
@@ -260,7 +266,7 @@ def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> N
             is_all = not is_whole or (is_width and name == "k_proj") or name in LATENTS
             _change_class(module, HeadsProjection, channels=None if is_all else rows)
         elif isinstance(module, Norm) and is_width and not is_whole:
-            _change_class(module, WidthNormOverRanks, part=part, width=len(module.weight))
+            _change_class(module, WidthNormOverRanks, part=part, width=module.width)
         elif isinstance(module, Norm):
             _change_class(module, HeadsNorm, channels=rows if is_width else None)
         elif isinstance(module, nn.Embedding):
@@ -466,6 +472,7 @@ class WidthNormOverRanks(Norm):
     def forward(self, x: Tensor) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         weight, bias = local_part(self.weight), local_part(self.bias)
+        assert weight is not None
         wide, weight = x.to(exact), weight.to(exact)
         if self.options.one_plus:
             weight = 1.0 + weight

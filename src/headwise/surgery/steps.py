@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
-from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec, Other
+from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec, NormRule, Other, ValueRule
 from headwise.function.weights import HEADS, State, take_heads
 from headwise.support.text import list_some
 
@@ -129,7 +129,7 @@ class Take(Step):
 
     def require_function(self, spec: AttentionSpec) -> None:
         if len(self.heads) < self.total or len({*self.kv_heads}) < len(self.kv_heads):
-            _require_own_channels(self, spec)
+            _require_own_channels(self, spec, is_fewer=len(self.heads) < self.total)
         if isinstance(spec.score_bias, AlibiRule) and self.heads != tuple(range(self.total)):
             raise OptionError(
                 saw=f"heads at other places under ALiBi, whose slopes follow from {self.total} "
@@ -242,8 +242,11 @@ class Basis(Step):
 
 def require_free_values(spec: AttentionSpec) -> None:
     """Raise OptionError where something tells the channels of values apart."""
-    if spec.output_gate == "channel":
+    if str(spec.output_gate).startswith("channel"):
         raise _channels_differ("values", "an output gate for each channel")
+    has_norm = isinstance(spec.values, ValueRule) and spec.values.eps is not None
+    if has_norm or spec.output_norm is not ABSENT:
+        raise _channels_differ("values", "a norm of values or head outputs")
     if spec.clip is not ABSENT:
         raise _channels_differ("values", "projections that are clipped")
 
@@ -441,8 +444,9 @@ def _require_range(number: int, total: int, axis: str) -> None:
         )
 
 
-def _require_own_channels(step: Step, spec: AttentionSpec) -> None:
-    if spec.norm is not None and spec.norm.over == "width":
+def _require_own_channels(step: Step, spec: AttentionSpec, *, is_fewer: bool = False) -> None:
+    norms = (spec.qk_norm, spec.output_norm if is_fewer else ABSENT)
+    if any(isinstance(norm, NormRule) and norm.over == "width" for norm in norms):
         raise OptionError(
             saw=f"{step.kind} of heads under a norm over the width of all heads",
             needed="a norm of each head by itself: with fewer heads the others would be normed "

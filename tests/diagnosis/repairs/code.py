@@ -24,7 +24,7 @@ def name_weights(layer: Attention, language: str) -> dict[str, Any]:
     for name, x in layer.state_dict().items():
         module, _, kind = name.partition(".")
         short = f"{kind[0]}{NAMES[module]}" if module in NAMES else ""
-        if module in ("q_norm", "k_norm"):
+        if module in ("q_norm", "k_norm", "o_norm"):
             short = module if kind == "weight" else f"{module}_bias"
         others = {"sink": "sinks", "score_bias.relative_attention_bias.weight": "table"}
         short = others.get(name, short or name)

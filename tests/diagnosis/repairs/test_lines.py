@@ -10,7 +10,17 @@ from headwise.diagnosis.repairs.lines import WORDS_ALONE, place_of, translate
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.layers import NativeSubject
-from headwise.function import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from headwise.function import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    NTKScaling,
+    ProportionalScaling,
+    TemperatureRule,
+    ValueRule,
+    YarnScaling,
+)
 from headwise.function.lines import Code
 from headwise.function.records import stages_of
 from headwise.identify.catalogue import CAUSES, PROJECTED, Cause
@@ -39,6 +49,24 @@ SHAPES: dict[str, dict[str, Any]] = {
     "sink": {"sink": True},
     "gate": {"output_gate": "channel"},
     "gate of heads": {"output_gate": "head"},
+    "softplus, norm of outputs": {
+        "output_gate": "head softplus",
+        "output_norm": QKNorm("layer", over="width"),
+    },
+    "norm of each head's outputs": {"output_norm": QKNorm(has_weight=False)},
+    "clip, norm of values": {"clip": 0.3, "values": ValueRule(eps=1e-6, factor=0.7)},
+    "steps of temperature": {
+        "temperature": TemperatureRule(0.4, 5),
+        "rotary": Rotary(width=4, span=6, backwards=True),
+    },
+    "smooth temperature": {
+        "temperature": TemperatureRule(0.4, 5, first=1, kind="smooth"),
+        "rotary": Rotary(scaling=ProportionalScaling(0.5)),
+    },
+    "dynamic": {"rotary": Rotary(scaling=DynamicScaling(4.0, 9))},
+    "long": {
+        "rotary": Rotary(scaling=LongScaling((1.0, 1.1, 1.3, 1.2), (2.0, 3.0, 4.0, 6.0), 9, 4.0))
+    },
 }
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from headwise.diagnosis import watch
 from headwise.diagnosis.outputs.runs import Runs, draw_tokens
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
-from headwise.function.records import output_gates
+from headwise.function.records import changed_values, output_gates
 from headwise.function.rotary import rotate_by_rule
 from headwise.function.stages import repeat_kv_heads
 from headwise.function.weights import State
@@ -396,7 +396,8 @@ def read_two_weights(model: AttentionModel, call: RecordedCall, tolerance: float
 def _contributions(model: AttentionModel, call: RecordedCall) -> Tensor:
     """Return what each key adds to the output of the last query, (sequences, heads, 2, out_dim)."""
     forced = model.prepare_stage("head outputs", call)
-    values = repeat_kv_heads(forced["v"], heads=model.sizes["heads"])
+    values = changed_values(forced, forced["v"])
+    values = repeat_kv_heads(values, heads=model.sizes["heads"])
     if (gates := output_gates(forced)) is not None:
         values = values * gates[:, :, -1:]
     return torch.einsum("bhkd,hdo->bhko", values, model.projection("o")[0])

@@ -256,7 +256,7 @@ class AttentionModel:
         width = self.sizes["embed_dim"]
         return width, width if self.settings.compressed else self.sizes["source_dim"]
 
-    @property
+    @cached_property
     def stages(self) -> Mapping[str, Stage]:
         """The stages of the function by name, in order."""
         return stages_of(self.settings)
@@ -273,9 +273,10 @@ class AttentionModel:
 
     @property
     def scales_values(self) -> bool:
-        """True if factors stand between the projection of values and that of the output."""
+        """True if more than weights stands between the projection of values and the output's."""
         names = {*STAGES["v"].tensors[2:], *STAGES["head outputs"].tensors}
-        return not names.isdisjoint(self.weights)
+        settings = self.settings.values, self.settings.output_norm, self.settings.clip
+        return not names.isdisjoint(self.weights) or any(x is not ABSENT for x in settings)
 
     def with_settings(self, **changes: Any) -> AttentionModel:
         """Return the model with other settings; None is ABSENT."""
@@ -372,7 +373,7 @@ class ForcedStage:
 
     # ---- what the formula of the stage reads (`headwise.function.records.Given`) ----------------
 
-    @property
+    @cached_property
     def record(self) -> Stage:
         """The record of the stage."""
         return self.model.stages[self.stage]
@@ -400,12 +401,14 @@ class ForcedStage:
     def tokens(self) -> Tensor:
         """The input of the heads."""
         inputs = self.call.inputs
-        return inputs.key_source if self.role in "kvcr" else inputs.x
+        return inputs.key_source if self.record.role in "kvcr" else inputs.x
 
     @property
     def positions(self) -> Tensor:
         """Positions of the tokens, (batch, length)."""
-        return self.call.new_key_positions if self.role in "kvcr" else self.call.query_positions
+        return (
+            self.call.new_key_positions if self.record.role in "kvcr" else self.call.query_positions
+        )
 
     @property
     def key_positions(self) -> Tensor:

@@ -19,9 +19,8 @@ def left_to_config(fields: str, **stated: Any) -> AttentionSpec:
     return AttentionSpec(**left, **stated)
 
 
-# The function of a layer whose options are all left to the config. No layer of headwise clips, and
-# weights tell of a latent.
-OPEN = left_to_config(" ".join(OPEN_FIELDS - {"clip", "latent"}))
+# The function of a layer whose options are all left to the config; weights tell of a latent.
+OPEN = left_to_config(" ".join(OPEN_FIELDS - {"latent"}))
 
 # Keys and values from another width, values of another width, and all biases at the end.
 APART: dict[str, Any] = {"source": "source_dim", "value": "value_dim", "biases_last": True}

@@ -1,52 +1,84 @@
-"""Decoders with an output gate: Qwen3-Next, and those with a matrix for it."""
+"""Decoders with an output gate: Qwen3-Next, and those that have a matrix of their own for it."""
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule
 from headwise.layouts import catalogue
-from headwise.layouts.catalogue import describe_layout, head_norms, projections
+from headwise.layouts.catalogue import describe_layout, head_norms, left_to_config, projections
 
 _QUERIES = "(heads [{query}: head_dim | {gate}: head_dim])"  # of a head, then its gates
 
-_NORMED = projections("q_proj k_proj v_proj o_proj", kv_heads="kv_heads") | head_norms(
-    "q_norm", "k_norm"
-)
-_FOR_CHANNELS = "wg: (heads head_dim) embed_dim"
-_FOR_HEADS: dict[str, Any] = {"fixed": {"gate_width": 1}}
 _WHERE = {"self": "model.layers.{layer}.self_attn."}
-_FUNCTION = AttentionSpec(
-    rotary=RotaryRule(), qk_norm=NormRule(), window=FROM_CONFIG, output_gate="channel"
+_LLAMA = projections("q_proj k_proj v_proj o_proj", kv_heads="kv_heads")
+_NORMED = _LLAMA | head_norms("q_norm", "k_norm")
+_layout = partial(describe_layout, where=_WHERE)
+_rotated = partial(left_to_config, "window", rotary=RotaryRule(width=FROM_CONFIG))
+_PER_HEAD = {"gate_width": 1}
+
+
+def _gate(name: str) -> dict[str, str]:
+    return {f"{name}.weight": "wg: (heads gate_width) embed_dim"}
+
+
+_MUSE = left_to_config(
+    "scale window",
+    rotary=RotaryRule(),
+    qk_norm=NormRule(has_weight=False),
+    output_gate="channel",
+)
+_OWN_MATRIX = (
+    _layout(
+        "afmoe",
+        tensors=_NORMED | _gate("gate_proj"),
+        function=_rotated(qk_norm=NormRule(), output_gate="channel"),
+        note="layers without a window do not rotate",
+    ),
+    _layout(
+        "lfm3",
+        tensors=_NORMED | _gate("gate_proj"),
+        function=_rotated(qk_norm=NormRule(), output_gate="head"),
+        fixed=_PER_HEAD,
+        note="some of its layers are no attention",
+    ),
+    _layout(
+        "step3p7",
+        tensors=_NORMED | _gate("g_proj"),
+        function=_rotated(qk_norm=NormRule(weight_offset=1.0), output_gate="head"),
+        fixed=_PER_HEAD,
+    ),
+    _layout(
+        "laguna",
+        tensors=_NORMED | _gate("g_proj"),
+        function=_rotated(qk_norm=NormRule(), output_gate="head softplus"),
+        fixed=_PER_HEAD,
+        note="with gating per head; the gate is a softplus",
+    ),
+    _layout(
+        "laguna-channel",
+        tensors=_NORMED | _gate("g_proj"),
+        function=_rotated(qk_norm=NormRule(), output_gate="channel softplus"),
+        model="laguna",
+        note="with gating per element",
+    ),
+    _layout(
+        "muse",
+        tensors=_LLAMA | _gate("gate_proj"),
+        function=replace(_MUSE, output_norm=NormRule(has_weight=False)),
+        model="muse_spark",
+        note="norms without weights of queries, keys and head outputs; the scale has "
+        "qk_scale_factor of its config",
+    ),
+    _layout(
+        "muse-glimmer",
+        tensors=_LLAMA | _gate("gate_proj"),
+        function=_MUSE,
+        note="Muse without a norm of head outputs",
+    ),
 )
 
 LAYOUTS = (
-    describe_layout(
-        name="afmoe",
-        tensors=_NORMED | {"gate_proj.weight": _FOR_CHANNELS},
-        where=_WHERE,
-        function=_FUNCTION,
-        note="layers without a window do not rotate",
-    ),
-    describe_layout(
-        name="lfm3",
-        tensors=_NORMED | {"gate_proj.weight": "wg: (heads gate_width) embed_dim"},
-        where=_WHERE,
-        function=replace(_FUNCTION, output_gate="head"),
-        **_FOR_HEADS,
-    ),
-    describe_layout(
-        name="step3p5",
-        tensors=_NORMED | {"g_proj.weight": "wg: (heads gate_width) embed_dim"},
-        where=_WHERE,
-        function=AttentionSpec(
-            rotary=RotaryRule(width=FROM_CONFIG),
-            qk_norm=NormRule(weight_offset=1.0),
-            window=FROM_CONFIG,
-            output_gate="head",
-        ),
-        source="transformers, models/step3p7/modeling_step3p7.py",
-        **_FOR_HEADS,
-    ),
+    *_OWN_MATRIX,
     describe_layout(
         name="hrm-text",
         tensors=catalogue.fused_projection_by_pattern(

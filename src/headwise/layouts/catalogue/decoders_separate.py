@@ -4,7 +4,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule, Softcap
+from headwise.function.spec import (
+    FROM_CONFIG,
+    AttentionSpec,
+    NormRule,
+    RotaryRule,
+    Softcap,
+    ValueRule,
+)
 from headwise.layouts import catalogue
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue import describe_layout, head_norms, left_to_config, projections
@@ -14,7 +21,7 @@ _MASKS = ("bias", "masked_bias")
 _ANGLES = ("rotary_emb.inv_freq",)
 
 _LLAMA = projections("q_proj k_proj v_proj o_proj", kv_heads="kv_heads")
-_ROTATED = AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG)
+_ROTATED = left_to_config("window temperature", rotary=RotaryRule())
 _HEAD_NORMS = _LLAMA | head_norms("q_norm", "k_norm")
 
 # The norms of queries and keys with a row for each head.
@@ -202,6 +209,74 @@ _NEIGHBOURS = (
     ),
 )
 
+_UNWEIGHTED = (
+    _llama_like_layout(
+        "llama4",
+        left_to_config(
+            "temperature", rotary=RotaryRule(), qk_norm=NormRule(place="after", has_weight=False)
+        ),
+        "the names of Llama, another rotation. Layers that do not rotate have no norm, and a "
+        "temperature by position; transformers counts columns there",
+        rows="interleaved",
+    ),
+    _llama_like_layout(
+        "nanochat",
+        AttentionSpec(
+            rotary=RotaryRule(backwards=True), qk_norm=NormRule(place="after", has_weight=False)
+        ),
+        "the names of Llama; pairs turn by minus the angle",
+        beside=(),
+    ),
+)
+
+_OUTPUTS = (
+    _llama_like_layout(
+        "bitnet",
+        AttentionSpec(rotary=RotaryRule(), output_norm=NormRule(over="width")),
+        "Llama's attention, with a norm before the output projection",
+        tensors=_LLAMA | {"attn_sub_norm.weight": "o_norms: (heads head_dim)"},
+    ),
+    describe_layout(
+        name="kosmos2",
+        model="kosmos_2",
+        tensors=projections("q_proj k_proj v_proj out_proj")
+        | {
+            "inner_attn_ln.weight": "o_norms: (heads head_dim)",
+            "inner_attn_ln.bias": "o_norms_bias: (heads head_dim)",
+        },
+        where={"self": "text_model.model.layers.{layer}.self_attn."},
+        function=AttentionSpec(output_norm=NormRule("layer", over="width")),
+        note="a layer norm before the output projection",
+    ),
+)
+_VALUES = (
+    _llama_like_layout(
+        "gemma4",
+        left_to_config(
+            "window",
+            scale=1.0,
+            rotary=RotaryRule(),
+            qk_norm=NormRule(),
+            values=ValueRule(FROM_CONFIG),
+        ),
+        "values have a norm without weight. Layers without a window may have no v_proj "
+        "(attention_k_eq_v): values are projected keys. Gemma 3n has the same",
+        tensors=_HEAD_NORMS,
+        optional=("wv",),
+    ),
+    _llama_like_layout(
+        "mimo",
+        left_to_config(
+            "window", rotary=RotaryRule(width=FROM_CONFIG), values=ValueRule(factor=FROM_CONFIG)
+        ),
+        "values have channels of their own number, and a factor; sinks in layers with a window",
+        tensors=projections("q_proj k_proj v_proj o_proj", kv_heads="kv_heads", value="value_dim")
+        | {"attention_sink_bias": "sink: heads"},
+        optional=("sink",),
+        model="mimo_v2_flash",
+    ),
+)
+
 _plain = partial(_llama_like_layout, beside=())
 _NORMED = (
     _plain(
@@ -256,4 +331,4 @@ _NORMED = (
     ),
 )
 
-LAYOUTS = (*_GPT, *_LLAMAS, *_NEIGHBOURS, *_NORMED)
+LAYOUTS = (*_GPT, *_LLAMAS, *_NEIGHBOURS, *_UNWEIGHTED, *_OUTPUTS, *_VALUES, *_NORMED)

@@ -10,13 +10,15 @@ from headwise.layouts.catalogue import APART, OPEN, describe_layout, head_norms,
 _TENSORS = projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", **APART) | {
     "gate_proj.weight": "wg: (heads gate_width) embed_dim",
     "gate_proj.bias": "bg: (heads gate_width)",
+    "o_norm.weight": "o_norms: (heads value_dim)",
+    "o_norm.bias": "o_norms_bias: (heads value_dim)",
     "sink": "sink: heads",
     "score_bias.relative_attention_bias.weight": "distances: buckets heads",
 }
 _layer = partial(
     describe_layout,
     function=OPEN,
-    optional=("sink", "wg"),
+    optional=("sink", "wg", "o_norms"),
     source="headwise, src/headwise/layers/attention.py",
 )
 
@@ -57,7 +59,7 @@ LAYOUTS = (
         },
         function=replace(OPEN, latent=FROM_CONFIG, qk_norm=ABSENT),
         splits={"source_dim": ("rank",)},
-        optional=("sink", "wg", "wa", "a_norm", "c_norm"),
+        optional=("sink", "wg", "o_norms", "wa", "a_norm", "c_norm"),
         note="with Latent(...)",
     ),
     describe_layout(
