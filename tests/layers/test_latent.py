@@ -226,6 +226,21 @@ def test_projections_that_somebody_watches_are_called() -> None:
     assert seen == [(6, 9), (6, 9)]
 
 
+@torch.no_grad()
+def test_hooks_of_all_modules_see_the_projections() -> None:
+    layer, x = latent_layer(), torch.randn(1, 24, 40)
+    cache = layer.cache(batch=1, length=25)
+    layer(x, mask=Mask.causal(), cache=cache)
+    seen: list[nn.Module] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        layer(x[:, :1], mask=Mask.causal(), cache=cache)
+    finally:
+        handle.remove()
+    assert layer.k_proj in seen
+    assert layer.v_proj in seen
+
+
 class Adapted(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + x.sum(-1, keepdim=True)
