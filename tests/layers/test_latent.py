@@ -198,7 +198,8 @@ def test_explain_says_which_form_and_why() -> None:
     assert "latent: expanded: " in str(layer.explain(x))
     cache = layer.cache(batch=1, length=40)
     layer(x, mask=Mask.causal(), cache=cache)
-    report = str(layer.explain(x[:, :1], mask=Mask.causal(), cache=cache))
+    with torch.enable_grad():  # a cache keeps no graph, and the report needs none
+        report = str(layer.explain(x[:, :1], mask=Mask.causal(), cache=cache))
     assert "latent: absorbed: " in report
     assert "0 GFLOP      11 to 60" in report  # k_proj is not called
     assert cache.length == 24
@@ -224,6 +225,21 @@ def test_projections_that_somebody_watches_are_called() -> None:
     with attention_hook(hook):
         run_in_steps(latent_layer(dtype=torch.float64), x, 23, 1)
     assert seen == [(6, 9), (6, 9)]
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_see_the_projections() -> None:
+    layer, x = latent_layer(), torch.randn(1, 24, 40)
+    cache = layer.cache(batch=1, length=25)
+    layer(x, mask=Mask.causal(), cache=cache)
+    seen: list[nn.Module] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        layer(x[:, :1], mask=Mask.causal(), cache=cache)
+    finally:
+        handle.remove()
+    assert layer.k_proj in seen
+    assert layer.v_proj in seen
 
 
 class Adapted(nn.Linear):

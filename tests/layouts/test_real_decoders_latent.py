@@ -262,7 +262,10 @@ def test_a_config_that_contradicts_its_tensors(tmp_path: Path) -> None:
     for name, value, words in [
         ("num_attention_heads", 5, "heads 4 or 7 fit"),
         ("qk_nope_head_dim", 8, "head_dim 14"),
-        ("qk_rope_head_dim", 4, "rotary_width"),
+        ("qk_rope_head_dim", 4, "head_dim 14"),
+        ("kv_lora_rank", 12, "kv_lora_rank 12, where the tensors have 14"),
+        ("q_lora_rank", 5, "q_lora_rank 5, where the tensors have 13"),
+        ("v_head_dim", 8, "v_head_dim 8, where the tensors have 7"),
     ]:
         path.write_text(json.dumps(config | {name: value}))
         with pytest.raises((OptionError, ShapeError), match=words):

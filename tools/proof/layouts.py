@@ -18,12 +18,16 @@ SIZES = {
     "heads": 12,
     "kv_heads": 3,
     "head_dim": 10,
+    "key_dim": 9,
     "value_dim": 7,
     "embed_dim": 40,
+    "query_dim": 38,
     "source_dim": 36,
     "out_dim": 44,
     "buckets": 5,
     "gate_width": 7,
+    "shared_width": 6,
+    "rank": 36,
 }
 ROTARY_WIDTH = 6
 

@@ -440,6 +440,12 @@ _FACTORS = {
     "scale_attn_by_inverse_layer_idx": False,
     "mup_scale_qk_dot_by_d": False,
 }
+_WIDTHS_WITH_LATENT = {
+    "kv_lora_rank": "rank",
+    "q_lora_rank": "query_dim",
+    "qk_rope_head_dim": "shared_width",
+    "v_head_dim": "value_dim",
+}
 # Fields of forms that no layer has, or that only some layouts have -> the part of the function.
 _FORMS = {
     "relative_attention": "score_bias",
@@ -506,6 +512,9 @@ def _find_contradictions(
     for name, form in find_stated_forms(fields):
         if getattr(function, name, ABSENT) is ABSENT and not (name == "qk_norm" and is_bare):
             yield name, form
+    for name, axis in _WIDTHS_WITH_LATENT.items() if function.compressed else ():
+        if fields.count(name) not in (None, sizes.get(axis)):
+            yield "latent", f"{name} {fields[name]}, where the tensors have {sizes.get(axis)}"
     width = sizes.get("rotary_width", head_dim)
     if function.rotation and not function.is_rotary_width_open and width != head_dim:
         yield "rotary_width", f"{width} of {head_dim}"

@@ -38,12 +38,14 @@ def compress(
     latent = project_heads(x, weight[None], None if bias is None else bias[None])[:, 0]
     if norm is not None:
         latent = normalise(latent, norm, None, kind="rms", eps=rule.eps)
-    return latent * latent_factor(rule, x.shape[-1], weight.shape[0])
+    return scale_latent(rule, latent, x.shape[-1])
 
 
-def latent_factor(rule: Latent, embed_dim: int, rank: int) -> float:
-    """Return the factor of a latent of this rank."""
-    return math.sqrt(embed_dim / rank) if rule.scaled else 1.0
+def scale_latent(
+    rule: Latent, latent: Float[Tensor, "batch length rank"], embed_dim: int
+) -> Float[Tensor, "batch length rank"]:
+    """Return a latent after its norm, times its factor where it has one."""
+    return latent * math.sqrt(embed_dim / latent.shape[-1]) if rule.scaled else latent
 
 
 def expand_keys(

@@ -356,7 +356,8 @@ class Attention(base.AttentionBase):
         """
         call = self._prepare_call(x, source, mask, score_bias, cache, positions=positions)
         tokens = packing.select_packing(call)
-        matrix, v, _ = _product_of_call(self, tokens, call)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            matrix, v, _ = _product_of_call(self, tokens, call)
         total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
         line = f"{total:,}, all of the input"
         if isinstance(tokens, packing.Packed):

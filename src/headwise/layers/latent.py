@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from headwise.function import latent as formulas
-from headwise.function.latent import latent_factor
+from headwise.function.latent import scale_latent
 from headwise.function.stages import split_heads
 from headwise.function.temperature import query_factors
 from headwise.layers import checks, packing
 from headwise.layers.base import AttentionBase
 from headwise.layers.hooks import has_attention_hook
 from headwise.matrix.operator import AttentionMatrix
+from headwise.support.private_torch import has_module_hooks
 from headwise.support.tracing import is_recording_operators
 
 
@@ -81,7 +82,7 @@ def compress_queries(layer: AttentionBase, x: Tensor) -> Tensor:
     if latent is None or layer.q_latent_proj is None or layer.q_latent_norm is None:
         return x
     a: Tensor = layer.q_latent_norm(layer.q_latent_proj(x))
-    return a * latent_factor(latent, layer.embed_dim, latent.query_rank or 1)
+    return scale_latent(latent, a, layer.embed_dim)
 
 
 def compress_source(layer: AttentionBase, source: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def compress_source(layer: AttentionBase, source: Tensor) -> Tensor:
     c: Tensor = layer.kv_latent_proj(source)
     if layer.kv_latent_norm is not None:
         c = layer.kv_latent_norm(c)
-    return c * latent_factor(layer.latent, layer.embed_dim, layer.latent.rank)
+    return scale_latent(layer.latent, c, layer.embed_dim)
 
 
 def choose_form(
@@ -148,12 +149,11 @@ def _is_absorbed(
 
 def _is_watched(layer: AttentionBase, module: nn.Module) -> bool:
     """True if a projection is no plain product, or somebody sees its calls."""
-    is_plain = type(module) is nn.Linear or (
-        layer.part is not None and isinstance(module, nn.Linear)
-    )
-    forward = module._forward_hooks or module._forward_pre_hooks
-    hooks = forward or module._backward_hooks or module._backward_pre_hooks
-    return not is_plain or bool(hooks) or module._parameters.get("bias") is not None
+    if not isinstance(module, nn.Linear) or has_module_hooks(module) or module.bias is not None:
+        return True
+    # Of a part, the class and the weights are those of `headwise.sharding`, and multiply too.
+    is_plain = type(module) is nn.Linear and type(module._parameters["weight"]) is nn.Parameter
+    return not is_plain and layer.part is None
 
 
 def _read_weight(layer: AttentionBase, module: nn.Module) -> Tensor:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -138,3 +138,12 @@ def break_compiled_graph(why: str) -> None:
     """End the graph that torch.compile makes, or refuse it with this reason if it must be whole."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(msg=why)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_module_hooks(module: nn.Module) -> bool:
+    """True if somebody sees the calls of a module: by hooks of its own, or of all modules."""
+    everywhere = (getattr(nn.modules.module, f"_global{name}", None) for name in _HOOKS)
+    return any(everywhere) or any(getattr(module, name, None) for name in _HOOKS)

@@ -156,3 +156,21 @@ def test_the_memory_is_that_of_the_pieces(monkeypatch: pytest.MonkeyPatch) -> No
         out: Tensor = AttentionMatrix(q, q, mask=Mask.segments(ids) & Mask.window(100, 0)) @ q
         out.sum().backward()
     assert seen.bytes <= 4 * max(2 * 8192 * 16, 2 * 512 * 512), seen.name
+
+
+def test_pieces_that_other_segments_divide_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "CALL", 1)
+    ids = (
+        (
+            [[0, 0, 1, -1, -1, -1], [-1, 0, -1, 1, 1, 1]],
+            [[1, 1, 1, 0, -1, -1], [1, 1, 1, 1, -1, 0]],
+        ),
+        (
+            [[1, -1, 0, 0, 0, -1], [-1, 1, -1, -1, 1, -1]],
+            [[-1, -1, 1, 0, -1, 0], [1, -1, -1, -1, 1, 1]],
+        ),
+    )
+    first, second = (Mask.segments(*map(torch.tensor, pair)) for pair in ids)
+    q, k, v = torch.randn(3, 2, 3, 6, 4).unbind()
+    matrix = AttentionMatrix(q, k, mask=first & second)
+    Budget.for_head_outputs(q, k, v, mask=first & second).assert_holds(matrix @ v)

@@ -69,11 +69,15 @@ class VarlenKernel(Kernel):
         assert task.v is not None
         rows = []
         for row, tasks in enumerate(yield_task_lists_by_batch_row(task)):
-            outputs = [self._choose(piece)[0].run(piece.zeroed()).out for piece in tasks]
+            outputs = [self._run_piece(piece) for piece in tasks]
             pieces = task.cache["division"].rectangles
             spans = [piece.queries for piece in pieces if piece.batch == row]
             rows.append(_fill_gaps(outputs, spans, task.problem.q, task.v.shape[-1]))
         return kernel.result_of_outputs_only(torch.cat(rows).transpose(1, 2))
+
+    def _run_piece(self, piece: Task) -> Tensor:
+        chosen, _ = self._choose(piece)  # this kernel again, where other segments divide a piece
+        return chosen.run(piece.zeroed() if chosen.reads_padding else piece).out
 
     def cost(self, task: Task) -> Cost:
         """Return all operations, and the memory of the largest rectangle, as they run in turn."""
