@@ -29,6 +29,7 @@ NormKind = Literal["rms", "layer", "l2"]
 Over = Literal["head", "width"]
 Place = Literal["before", "after"]
 GateKind = Literal["head", "channel", "head softplus", "channel softplus"]
+TemperatureKind = Literal["steps", "smooth"]
 # A number that may be FROM_CONFIG, or a size that may be None. As any type, so that arithmetic with
 # resolved numbers needs no cast.
 Open = Any
@@ -224,11 +225,11 @@ class TemperatureRule:
     factor: float
     length: float
     first: int = 0
-    kind: Literal["steps", "smooth"] = "steps"
+    kind: TemperatureKind = "steps"
 
     def __post_init__(self) -> None:
         """Raise OptionError for a length that is not positive, or another kind."""
-        if not self.length > 0 or self.kind not in ("steps", "smooth"):
+        if not self.length > 0 or self.kind not in get_args(TemperatureKind):
             raise OptionError(
                 saw=f"TemperatureRule(length={self.length}, kind={describe_value(self.kind)})",
                 needed='a positive length, and "steps" or "smooth"',

@@ -133,6 +133,7 @@ WORDS_ALONE: Mapping[Cause, str] = {
     catalogue.NORM_OF_ANOTHER_ROLE: "a norm that is there is left out",
     catalogue.ROTARY_ON_VALUES: "a rotation that is there is left out",
     catalogue.ACTIVATIONS_DTYPE: "a cast that is there is left out",
+    catalogue.PART_LEFT_OUT: "it is one of several parts: the report names its option",
     catalogue.LAYERS_EXCHANGED: "named of whole models: layers are loaded by their number",
     catalogue.LAYERS_OFF_BY_ONE: "named of whole models: layers are loaded by their number",
 }
