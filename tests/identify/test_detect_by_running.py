@@ -203,7 +203,7 @@ def test_places_in_a_picture_decide_nothing() -> None:
     inputs = {"pixel_values": torch.randn(2, 3, 24, 24)}
     with pytest.raises(OptionError, match="dinov3, which could not be compared") as refused:
         narrow_by_running(found, model.state_dict(), model, inputs, config.to_dict())
-    assert "a rotation in the config, and patch_size 4" in refused.value.saw
+    assert "no positions for a layer that rotates by row and column" in refused.value.saw
 
 
 def test_positions_of_which_nobody_says_anything_decide_nothing() -> None:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import pi
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headwise.checkpoints.rotations import PLANES
 from headwise.checkpoints.skeleton import (
     COSTLY,
     ClassCall,
@@ -336,6 +338,8 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool, only: str = "") -> list
                 failures += [] if "encoder_hidden_states" in inputs else [error]
                 continue
             positions = inputs.get("position_ids")
+            if "pixel_values" in inputs:
+                positions = list_coordinates(config, inputs["pixel_values"], call.x)
             probe = Probe(f"{name}{suffix}", config, call, real, is_near, positions)
             probes.append(probe)
         if probes:
@@ -368,7 +372,10 @@ def _list_inputs(owner: Any, *, is_large: bool) -> Iterator[Inputs]:
     if "pixel_values" in takes:
         size = config.get("image_size") or 64
         high, wide = size if isinstance(size, list | tuple) else (size, size)
-        yield "an image", {"pixel_values": draw(config.get("num_channels") or 3, high, wide)}, None
+        image = draw(config.get("num_channels") or 3, high, wide)
+        if config.get("model_type") == "pixtral":  # it joins images to one sequence
+            image = image[:1]
+        yield "an image", {"pixel_values": image}, None
     for name in ("input_values", "input_features"):
         if name in takes:
             bins = config.get("num_mel_bins") or 80
@@ -376,6 +383,25 @@ def _list_inputs(owner: Any, *, is_large: bool) -> Iterator[Inputs]:
             yield "a wave", {name: draw(4000)}, None
             yield "a spectrum", {name: draw(bins, frames)}, None
             yield "frames", {name: draw(frames, bins)}, None
+
+
+def list_coordinates(config: Mapping[str, Any], image: Tensor, x: Tensor) -> Tensor | None:
+    """Return row and column of each token of an image, (2, batch, tokens); None without a plane.
+
+    DINOv3 takes 2 pi times the centre of a patch, from -1 to 1, and 0 for the tokens before the
+    patches. Pixtral counts, and joins images to one sequence.
+    """
+    order, patch = PLANES.get(config.get("model_type") or ""), config.get("patch_size")
+    if order is None or not isinstance(patch, int):
+        return None
+    sides = [torch.arange(n // patch) for n in image.shape[-2:]]
+    if order == "halves":
+        sides = [2 * pi * (2 * (side.float() + 0.5) / len(side) - 1) for side in sides]
+    grid = torch.stack(torch.meshgrid(*sides, indexing="ij")).flatten(1)
+    if order == "alternating":
+        grid = grid.repeat(1, x.shape[1] // grid.shape[1])
+    first = grid.new_zeros(2, x.shape[1] - grid.shape[1])
+    return torch.cat((first, grid), 1)[:, None].expand(-1, len(x), -1)
 
 
 def _list_texts(owner: Any, takes: list[str], form: str, *, longest: int) -> Iterator[Inputs]:

@@ -89,6 +89,8 @@ class RotaryRule:
         attention_factor: factor of rotated channels; that of the scaling if None.
         axes: for each pair the axis of the positions by which it turns; None for one position.
         backwards: True if pairs turn by minus the angle, as in nanochat.
+        numbers: for each pair the i of its frequency; 0, 1, 2 and so on if None.
+        parts: equal parts of the width that have their pairs each for themselves.
         q_offset, k_offset: added to the positions.
         dtype: to which the frequencies are rounded; None for none.
     """
@@ -102,6 +104,8 @@ class RotaryRule:
     attention_factor: float | None = None
     axes: tuple[int, ...] | None = None
     backwards: bool = False
+    numbers: tuple[int, ...] | None = None
+    parts: int = 1
     # Of ported code that is wrong.
     q_offset: float = 0.0
     k_offset: float = 0.0
@@ -110,7 +114,8 @@ class RotaryRule:
     @property
     def words(self) -> str:
         """Words such as "half-split"."""
-        return f"{self.pairing}, backwards" if self.backwards else self.pairing
+        parts = f" in {self.parts} parts" if self.parts > 1 else ""
+        return f"{self.pairing}{parts}{', backwards' if self.backwards else ''}"
 
     @property
     def amplitude(self) -> float:
@@ -453,8 +458,8 @@ _VALUES: dict[str, dict[str, Any]] = {
     "scale": {words: scale for scale, words in SCALE_WORDS.items()},
     "rotary": {
         rule.words: rule
-        for pairing, backwards in product(get_args(Pairing), (False, True))
-        for rule in [RotaryRule(pairing=pairing, backwards=backwards)]
+        for pairing, backwards, parts in product(get_args(Pairing), (False, True), (1, 2))
+        for rule in [RotaryRule(pairing=pairing, backwards=backwards, parts=parts)]
     },
     "qk_norm": {norm.words: norm for norm in _NORMS},
     "softcap": {"tanh": Softcap()},
