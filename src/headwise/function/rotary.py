@@ -498,18 +498,19 @@ def check_positions(
         DTypeError: floats for one axis, or booleans.
         DeviceError: positions on another device.
     """
-    shape = tuple(positions.shape) if isinstance(positions, Tensor) else None
-    fitting = [(length,), (batch, length), (1, length)]
-    if axes > 1:  # a last axis may turn no pair
-        fitting += [(max(axes, (shape or (0,))[0]), *each) for each in fitting[1:]]
-    if not isinstance(positions, Tensor) or shape not in fitting:
+    shape = tuple(positions.shape) if isinstance(positions, Tensor) else ()
+    # a last axis may turn no pair
+    is_fit = len(shape) < 3 or (len(shape) == 3 and shape[0] >= axes > 1)
+    is_fit = is_fit and bool(shape) and shape[-1] == length
+    if not is_fit or (len(shape) > 1 and shape[-2] != batch and shape[-2] != 1):
         sections = f" or (axes {axes}, batch {batch}, length {length})" if axes > 1 else ""
         raise ShapeError(
-            saw=f"positions of shape {shape}" if shape is not None else f"positions={positions!r}",
+            saw=f"positions of shape {shape}" if shape else f"positions={positions!r}",
             needed=f"(length {length},) or (batch {batch}, length {length}){sections}, for "
             f"{batch} x {length} tokens",
             do="pass one position for each token, e.g. torch.arange(length)",
         )
+    assert isinstance(positions, Tensor)
     if positions.dtype == torch.bool or (positions.is_floating_point() and axes == 1):
         raise DTypeError(
             saw=f"positions of dtype {positions.dtype}",
