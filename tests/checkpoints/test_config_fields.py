@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from headwise.checkpoints import config
+from headwise.errors import OptionError
+from headwise.layouts.registry import layout
 from tests.quick import others_extra
 from tools.config_fields import tried
 
@@ -46,9 +48,9 @@ def test_a_setting_that_is_refused_by_name(kind: str) -> None:
 
 
 def test_a_rotation_by_rows_and_columns_is_refused() -> None:
-    row = tried("dinov3_vit", "none")
-    assert (row.equal, row.lost) == ([], [])
-    assert "patch_size 16" in row.reason
+    fields = {"model_type": "llama4_vision_model", "patch_size": 14, "rope_theta": 1e4}
+    with pytest.raises(OptionError, match="and patch_size 14"):
+        config.resolve(layout("llama").function, fields, layer=0)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from torch import nn
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeTextModel
@@ -131,3 +132,44 @@ def test_a_form_is_read_and_proved(form: Any) -> None:
         OptionError, match=r"differ from \w+Attention on|differently: |positions of"
     ):
         load_attention(path, layer=1, **wrong)
+
+
+PICTURES: dict[str, tuple[Any, Rotary]] = {
+    "dinov3": (
+        lambda: transformers.DINOv3ViTConfig(
+            hidden_size=48,
+            num_attention_heads=3,
+            num_hidden_layers=2,
+            intermediate_size=26,
+            image_size=40,
+            patch_size=8,
+        ),
+        Rotary.of_plane(100.0, 16),
+    ),
+    "pixtral": (
+        lambda: transformers.PixtralVisionConfig(
+            hidden_size=48,
+            num_attention_heads=3,
+            num_hidden_layers=2,
+            intermediate_size=26,
+            image_size=40,
+            patch_size=8,
+        ),
+        Rotary.of_plane(10_000.0, 16, order="alternating"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_vision_tower_turns_by_row_and_column(name: str, tmp_path: Path) -> None:
+    config, rotary = PICTURES[name]
+    spread(transformers.AutoModel.from_config(config())).save_pretrained(tmp_path)
+    layer = load_attention(tmp_path, layer=1)
+    assert layer.proof.startswith("proved against"), layer.proof
+    assert layer.rotary == rotary
+    with pytest.raises(OptionError, match="no positions for a layer that rotates by row"):
+        layer(torch.zeros(2, 9, 48))
+    for wrong in ("parts", "alternating" if name == "dinov3" else "halves"):
+        other = Rotary.of_plane(rotary.theta, 16, order=wrong)
+        with pytest.raises(OptionError, match=r"differ from \w+Attention on|differently: rotary"):
+            load_attention(tmp_path, layer=1, rotary=other)

@@ -205,3 +205,64 @@ def test_a_span_and_offsets_turn_as_the_rule_says() -> None:
         turned = first * angles.cos() - second * angles.sin()
         torch.testing.assert_close(x[..., :3], 1.5 * turned, rtol=1e-6, atol=1e-7)
         assert torch.equal(x[..., 3:8], tokens()[:, : x.shape[1]][..., 3:8])
+
+
+# ---- rows and columns --------------------------------------------------------------------------
+
+
+def turned_by(rotary: Rotary, axis: int) -> list[float]:
+    """The angle of each channel at place 1 of one axis, from what it does to two vectors."""
+    positions = torch.zeros(2, 1, 1, dtype=torch.long)
+    positions[axis] = 1
+    eye = torch.eye(16, dtype=torch.float64)[:, None, None]
+    cos = rotary.rotate(eye, positions.expand(2, 16, 1))[:, 0, 0].diagonal()
+    return [round(float(x), 5) for x in cos.clamp(-1, 1).acos()]
+
+
+@pytest.mark.parametrize(
+    ("order", "rows", "columns"),
+    [
+        ("halves", [1, 0.1, 0.01, 0.001, 0, 0, 0, 0] * 2, [0, 0, 0, 0, 1, 0.1, 0.01, 0.001] * 2),
+        (
+            "alternating",
+            [1, 0.1, 0.01, 0.001, 0, 0, 0, 0] * 2,
+            [0, 0, 0, 0, 0.31623, 0.03162, 0.00316, 0.00032] * 2,
+        ),
+        (
+            "parts",
+            [*[1, 0.1, 0.01, 0.001] * 2, *[0] * 8],
+            [*[0] * 8, *[1, 0.1, 0.01, 0.001] * 2],
+        ),
+    ],
+)
+def test_rows_and_columns_turn_their_channels(
+    order: Any, rows: list[float], columns: list[float]
+) -> None:
+    rotary = Rotary.of_plane(10_000.0, 16, order=order)
+    for axis, expected in enumerate((rows, columns)):
+        found = turned_by(rotary, axis)
+        assert found == pytest.approx(expected, abs=2e-5)
+    x, positions = tokens(), torch.rand(2, BATCH, LENGTH) * 6.28
+    sizes = rotary.rotate(x, positions).norm(dim=-1)
+    torch.testing.assert_close(sizes, x.norm(dim=-1), rtol=1e-6, atol=0)
+    still = positions.clone()
+    still[:, :, :5] = 0
+    assert torch.equal(rotary.rotate(x, still)[:, :, :5], x[:, :, :5])
+
+
+def test_pairs_of_a_part_lie_within_it() -> None:
+    rotary, x = Rotary.of_plane(10_000.0, 16, order="parts"), tokens()
+    positions = places(2)
+    halves = [
+        Rotary(10_000.0, 8).rotate(half, positions[axis])
+        for axis, half in enumerate(x.chunk(2, -1))
+    ]
+    torch.testing.assert_close(rotary.rotate(x, positions), torch.cat(halves, -1))
+
+
+@pytest.mark.parametrize("options", [{"head_dim": 18}, {"head_dim": 16, "order": "rows"}])
+def test_a_plane_that_does_not_fit(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"Rotary.of_plane\(head_dim="):
+        Rotary.of_plane(100.0, **options)
+    with pytest.raises(OptionError, match=r"numbers=.0, 9. and parts=1"):
+        Rotary(width=4, numbers=(0, 9)).frequencies(4)

@@ -1,7 +1,7 @@
 """Cases of `Attention`: options at random, its outputs and its gradients against the oracle."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from headwise import Attention, Rotary
 from headwise.function import Latent
-from headwise.function.scaling import LinearScaling
+from headwise.function.rotary import axes_of_sections
+from headwise.function.scaling import LinearScaling, ProportionalScaling
 from headwise.function.spec import TemperatureRule, ValueRule
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
@@ -121,9 +122,13 @@ def _places(
             theta=chance.choose((10_000.0, 500.0)),
             width=None if "latent" in given else chance.choose((None, 4)),
             pairing=chance.choose(("half-split", "interleaved")),
-            scaling=chance.choose((None, None, LinearScaling(2.0))),
+            scaling=chance.choose((None, None, LinearScaling(2.0), ProportionalScaling(0.5))),
             backwards=chance.maybe(0.2),
         )
+        pairs = given["rotary"].rotated_width(given["head_dim"]) // 2
+        if pairs > 1 and chance.maybe(0.3):
+            axes = axes_of_sections((pairs - 1, 1), order=chance.choose(("blocks", "in turn")))
+            given["rotary"] = replace(given["rotary"], axes=axes)
     if chance.maybe(0.25):
         kind = chance.choose(("steps", "smooth"))
         given["temperature"] = TemperatureRule(
@@ -148,10 +153,13 @@ def _numbers(layer: Attention, options: dict[str, Any]) -> None:
     if (rotary := layer.rotary) is not None:
         turns = plain(rotary.frequencies(layer.head_dim))
         exact = oracle_layers.frequencies(rotary.theta, rotary.rotated_width(layer.head_dim))
-        if rotary.scaling is not None:
+        if isinstance(rotary.scaling, LinearScaling):
             exact = exact / 2.0
+        elif rotary.scaling is not None:
+            exact = np.where(np.arange(len(exact)) < len(exact) // 2, exact, 0.0)
         _check_numbers("frequencies", turns, exact)
         options |= {"turns": -turns if rotary.backwards else turns, "pairing": rotary.pairing}
+        options["axes"] = rotary.axes
     bias = layer.score_bias
     if bias is not None and hasattr(bias, "options"):
         t5 = bias.options
@@ -190,15 +198,34 @@ def layer_case(chance: Chance) -> str:
     gate = chance.choose((None, None, (layer.num_heads,), (batch, layer.num_heads)))
     if gate is not None:
         inputs["gate"] = chance.normal(*gate, dtype=dtype)
-    said = f"{drawn.said} on {batch}x{queries}x{keys} gate={gate} {shaping.words}"
+    positions = _draw_positions(chance, layer, batch, queries)
+    drawn.options["positions"] = None if positions is None else plain(positions)
+    shape = None if positions is None else tuple(positions.shape)
+    said = f"{drawn.said} on {batch}x{queries}x{keys} gate={gate} positions={shape} {shaping.words}"
     with describing(said), tiled(chance):
-        _check_call(chance, drawn, inputs, shaping)
+        _check_call(chance, drawn, inputs, shaping, positions)
     return said
 
 
-def _check_call(chance: Chance, drawn: Drawn, inputs: dict[str, Tensor], shaping: Shaping) -> None:
+def _draw_positions(chance: Chance, layer: Attention, batch: int, queries: int) -> Tensor | None:
+    """(axes, batch, queries) for a layer that takes them."""
+    if not layer.takes_positions or chance.maybe(0.6):
+        return None
+    axes = 1 if layer.rotary is None else layer.rotary.axis_count
+    return (10 * chance.normal(axes, batch, queries, dtype=torch.float64)).abs().long()
+
+
+def _check_call(
+    chance: Chance,
+    drawn: Drawn,
+    inputs: dict[str, Tensor],
+    shaping: Shaping,
+    positions: Tensor | None = None,
+) -> None:
     layer = drawn.layer
-    call = {"mask": shaping.mask, "score_bias": shaping.score_bias}
+    call: dict[str, Any] = {"mask": shaping.mask, "score_bias": shaping.score_bias}
+    if positions is not None:
+        call["positions"] = positions[0] if len(positions) == 1 else positions
     given = drawn.parameters() | {name: plain(x) for name, x in inputs.items()}
     _, outputs, expected = oracle_layers.attention(
         given, drawn.options, shaping.clauses, shaping.parts

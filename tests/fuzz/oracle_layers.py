@@ -42,10 +42,15 @@ def frequencies(theta: float, width: int) -> Array:
     return theta ** (-np.arange(0, width, 2) / width)
 
 
-def rotated(x: Array, turns: Array, pairing: str) -> Array:
-    """Each pair of channels turned by its angle at its place; channels behind are left."""
+def rotated(x: Array, turns: Array, pairing: str, places: Array | None = None) -> Array:
+    """Each pair of channels turned by its angle at its place; channels behind are left.
+
+    ``places`` are those of each pair, (batch, length, pairs); tokens count without them.
+    """
     width = 2 * len(turns)
     angles = np.arange(x.shape[2])[:, None] * turns
+    if places is not None:
+        angles = (places * turns)[:, None]
     first = slice(0, width, 2) if pairing == "interleaved" else slice(0, width // 2)
     second = slice(1, width, 2) if pairing == "interleaved" else slice(width // 2, width)
     out = x.copy()
@@ -94,9 +99,12 @@ def warmed(o: dict[str, Any], q: Array, past: int) -> Array:
     if "temperature" not in o:
         return q
     factor, length, first, kind = o["temperature"]
-    share = (past + np.arange(q.shape[2]) + first) / length
+    places = past + np.arange(q.shape[2])
+    if o.get("positions") is not None:
+        places = o["positions"][0][:, None]
+    share = (places + first) / length
     grown = np.maximum(share, 1) if kind == "smooth" else 1 + np.floor(share)
-    return q * (1 + factor * np.log(grown))[:, None]
+    return q * (1 + factor * np.log(grown))[..., None]
 
 
 def changed(o: dict[str, Any], v: Array) -> Array:
@@ -128,7 +136,11 @@ def placed(p: Parameters, o: dict[str, Any], x: Array, name: str, heads: int) ->
         x = normed(p, name, x, norm)
     x = clipped(o, x)
     if "turns" in o:
-        x = rotated(x, o["turns"], o["pairing"])
+        places = o.get("positions")
+        if places is not None:
+            axes = o["axes"] or (0,) * len(o["turns"])
+            places = np.stack([places[axis] for axis in axes], -1)
+        x = rotated(x, o["turns"], o["pairing"], places)
     return normed(p, name, x, norm) if norm and norm["place"] == "after" else x
 
 

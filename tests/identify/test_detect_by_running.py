@@ -196,7 +196,7 @@ def test_places_in_a_picture_decide_nothing(tmp_path: Path) -> None:
     config = transformers.DINOv3ViTConfig(**WIDE, image_size=24, patch_size=4)
     with pytest.raises(OptionError, match="could not be compared: as dinov3 or ") as refused:
         by_class(spread(transformers.DINOv3ViTModel(config)), tmp_path)
-    assert "patch_size 4" in refused.value.saw
+    assert "no positions for a layer that rotates by row and column" in refused.value.saw
 
 
 def test_positions_of_which_nobody_says_anything_decide_nothing(tmp_path: Path) -> None:

@@ -18,16 +18,21 @@ def head_outputs(
     *,
     mask: Mask | None = None,
     score_bias: ScoreBias | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """(batch, heads, queries, value_dim)."""
     keys_from = x if source is None else source
+    places = torch.arange(x.shape[1]).expand(1, len(x), -1)
+    if positions is not None:
+        places = positions if positions.dim() == 3 else positions.expand(1, len(x), -1)
     if layer.latent is not None:
-        q, k, v = from_latents(layer, x)
+        q, k, v = from_latents(layer, x, places)
     else:
-        q = placed(layer, applied(layer.q_proj, x), layer.num_heads, layer.q_norm)
-        k = placed(layer, applied(layer.k_proj, keys_from), layer.num_kv_heads, layer.k_norm)
+        q = placed(layer, applied(layer.q_proj, x), layer.num_heads, layer.q_norm, places)
+        keys = applied(layer.k_proj, keys_from)
+        k = placed(layer, keys, layer.num_kv_heads, layer.k_norm, places)
         v = torch.stack(applied(layer.v_proj, keys_from).chunk(layer.num_kv_heads, -1), 1)
-    q, v = warmed(q, layer.temperature), changed(v, layer)
+    q, v = warmed(q, layer.temperature, places[0]), changed(v, layer)
     mask, score_bias = mask or Mask(), score_bias or ScoreBias()
     if layer.window is not None:
         mask = mask & Mask.window(*layer.window)
@@ -58,7 +63,7 @@ def head_outputs(
     return outputs / (1 + torch.exp(-gates))
 
 
-def from_latents(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def from_latents(layer: Attention, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of each head; keys begin with the key that all share."""
     rule = layer.latent
     assert rule is not None
@@ -76,20 +81,20 @@ def from_latents(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     keys = torch.stack([torch.cat((shared, head), -1) for head in heads], 1)
     queries = torch.stack(applied(layer.q_proj, a).chunk(layer.num_heads, -1), 1)
     if layer.rotary is not None:
-        queries, keys = rotated(queries, layer.rotary), rotated(keys, layer.rotary)
+        queries, keys = (rotated(x, layer.rotary, places) for x in (queries, keys))
     return queries, keys, torch.stack(applied(layer.v_proj, c).chunk(layer.num_heads, -1), 1)
 
 
-def warmed(q: Tensor, rule: TemperatureRule | None) -> Tensor:
+def warmed(q: Tensor, rule: TemperatureRule | None, places: Tensor) -> Tensor:
     """Queries times their temperature, one by one."""
     if rule is None:
         return q
     factors = []
-    for place in range(q.shape[2]):
+    for place in places.flatten().tolist():
         share = (place + rule.first) / rule.length
         grown = max(share, 1) if rule.kind == "smooth" else 1 + math.floor(share)
         factors.append(1 + rule.factor * math.log(grown))
-    return q * q.new_tensor(factors)[:, None]
+    return q * q.new_tensor(factors).reshape(places.shape)[:, None, :, None]
 
 
 def changed(v: Tensor, layer: Attention) -> Tensor:
@@ -108,9 +113,11 @@ def output(
     mask: Mask | None = None,
     score_bias: ScoreBias | None = None,
     gate: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """(batch, queries, out_dim), as the sum of what each head contributes, and the bias."""
-    outputs = head_outputs(layer, x, source, mask=mask, score_bias=score_bias)
+    options = {"mask": mask, "score_bias": score_bias, "positions": positions}
+    outputs = head_outputs(layer, x, source, **options)
     if gate is not None:
         gate = gate.expand(len(x), -1)
         outputs = torch.einsum("bhqd,bh->bhqd", outputs, gate)
@@ -125,7 +132,9 @@ def applied(projection: nn.Linear, x: Tensor) -> Tensor:
     return out if projection.bias is None else out + projection.bias
 
 
-def placed(layer: Attention, x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
+def placed(
+    layer: Attention, x: Tensor, heads: int, norm: nn.Module | None, places: Tensor
+) -> Tensor:
     spec = layer.qk_norm
     if spec is not None and spec.over == "width":
         x = normalised(x, spec, norm)
@@ -135,7 +144,7 @@ def placed(layer: Attention, x: Tensor, heads: int, norm: nn.Module | None) -> T
     if layer.clip is not None:
         x = torch.where(x.abs() > layer.clip, layer.clip * x.sign(), x)
     if layer.rotary is not None:
-        x = rotated(x, layer.rotary)
+        x = rotated(x, layer.rotary, places)
     if spec is not None and spec.place == "after":
         x = normalised(x, spec, norm)
     return x
@@ -152,17 +161,18 @@ def normalised(x: Tensor, spec: QKNorm, norm: nn.Module | None) -> Tensor:
     return out if norm.bias is None else out + norm.bias
 
 
-def rotated(x: Tensor, rotary: Rotary) -> Tensor:
+def rotated(x: Tensor, rotary: Rotary, places: Tensor) -> Tensor:
     """Pair by pair, as rotations of the plane."""
     width = rotary.rotated_width(x.shape[-1])
-    angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * rotary.frequencies(x.shape[-1]).to(
-        x.dtype
-    )
+    frequencies = rotary.frequencies(x.shape[-1]).to(x.dtype)
+    axes = rotary.axes or (0,) * (width // 2)
+    places = places.expand(max(axes) + 1, -1, -1) if len(places) == 1 else places
     out = list(x.unbind(-1))
     for pair in range(width // 2):
         interleaved = rotary.pairing == "interleaved"
         i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + width // 2)
-        turn = -angles[:, pair] if rotary.backwards else angles[:, pair]
+        turn = places[axes[pair]].to(x.dtype)[:, None] * frequencies[pair]
+        turn = -turn if rotary.backwards else turn
         cos, sin = turn.cos(), turn.sin()
         out[i] = (x[..., i] * cos - x[..., j] * sin) * rotary.amplitude
         out[j] = (x[..., i] * sin + x[..., j] * cos) * rotary.amplitude

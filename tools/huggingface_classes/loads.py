@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from headwise.checkpoints.config import layer_attends, layout_name
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
+from headwise.checkpoints.inputs import list_coordinates
 from headwise.checkpoints.loading import StoredLayers
 from headwise.errors import HeadwiseError
 from headwise.layers.attention import Attention
@@ -50,6 +51,11 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
         stored = type(model).from_pretrained(folder).eval()
         with _kept_positions(stored) as positions:
             calls = _calls(stored, given)
+        image, config = given.get("pixel_values"), model.config.to_dict()
+        if isinstance(image, Tensor):  # of towers that turn by row and column
+            states = [call.state for call in calls if call.state is not None]
+            each = (list_coordinates(config, image, x) for x in states if x.dim() == 3)
+            positions += [x for x in each if x is not None]
         layers = StoredLayers(opened)
         outcomes = [_outcome(layers, prefix, calls, positions) for prefix in prefixes]
     if not outcomes:

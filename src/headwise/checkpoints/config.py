@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints.fields import Config, ConfigFields
-from headwise.checkpoints.rotations import read_axes, read_scaling, rotary_scaling_kind
+from headwise.checkpoints.rotations import PLANES, read_axes, read_scaling, rotary_scaling_kind
 from headwise.checkpoints.source import require_no_pointer
 from headwise.errors import OptionError
 from headwise.function import spec
+from headwise.function.rotary import Rotary
 from headwise.function.scaling import ProportionalScaling, yarn_magnitude
 from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, RotaryRule
 from headwise.layouts import registry
@@ -652,6 +653,12 @@ def _read_of_model_type(function: AttentionSpec, fields: ConfigFields) -> dict[s
 
 
 def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRule:
+    if (order := PLANES.get(fields.text("model_type") or "")) is not None:
+        heads = read_stated_counts(fields)
+        theta = rotary_section_of_layer(fields, layer).number("rope_theta")
+        theta = theta or fields.required_number("rope_theta")
+        plane = Rotary.of_plane(theta, read_head_dim(fields, heads) or 0, order=order)
+        return replace(plane.rule, pairing=rule.pairing)
     if "patch_size" in fields:
         raise OptionError(
             saw=f"a rotation in {fields.origin}, and patch_size {fields['patch_size']}",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import pi
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from headwise.checkpoints.rotations import PLANES
 
 BATCH, SHORT, LONG, SOURCE, LATE, PADDING = 2, 24, 64, 19, 7, 5
 EDGE, FRAMES, REGIONS, WAVE = 4, 4, 5, 4000  # patches of a side, images of a video, boxes, samples
@@ -126,13 +129,34 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
             continue
         if "spatial_shapes" in takes:
             yield "patches", {name: _draw(BATCH, EDGE**2, channels * edge**2)}
-        yield "an image", {name: _draw(BATCH, channels, high, wide)}
+        # Pixtral joins images to one sequence.
+        batch = 1 if config.get("model_type") == "pixtral" else BATCH
+        yield "an image", {name: _draw(batch, channels, high, wide)}
         yield "a video", {name: _draw(BATCH, frames, channels, high, wide)}
     if "flattened_patches" in takes:
         width = _size(config, _width(config), "patch_embed_hidden_size")
         places = torch.cartesian_prod(torch.arange(EDGE), torch.arange(EDGE)) + 1.0
         rows = torch.cat([places.expand(BATCH, -1, -1), _draw(BATCH, EDGE**2, width)], -1)
         yield "patches", {"flattened_patches": rows}
+
+
+def list_coordinates(config: Config, image: Tensor, x: Tensor) -> Tensor | None:
+    """Return row and column of each token of an image, (2, batch, tokens); None without a plane.
+
+    DINOv3 takes 2 pi times the centre of a patch, from -1 to 1, and 0 for the tokens before the
+    patches. Pixtral counts, and joins images to one sequence.
+    """
+    order, patch = PLANES.get(config.get("model_type") or ""), config.get("patch_size")
+    if order is None or not isinstance(patch, int):
+        return None
+    sides = [torch.arange(n // patch) for n in image.shape[-2:]]
+    if order == "halves":
+        sides = [2 * pi * (2 * (side.float() + 0.5) / len(side) - 1) for side in sides]
+    grid = torch.stack(torch.meshgrid(*sides, indexing="ij")).flatten(1)
+    if order == "alternating":
+        grid = grid.repeat(1, x.shape[1] // grid.shape[1])
+    first = grid.new_zeros(2, x.shape[1] - grid.shape[1])
+    return torch.cat((first, grid), 1)[:, None].expand(-1, len(x), -1)
 
 
 def _list_sounds(config: Config, takes: list[str]) -> Iterator[tuple[str, Given]]:

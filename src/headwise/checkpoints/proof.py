@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.checkpoints.inputs import LONG, list_inputs, list_runs
+from headwise.checkpoints.inputs import LONG, list_coordinates, list_inputs, list_runs
 from headwise.checkpoints.skeleton import (
     COSTLY,
     ClassCall,
@@ -333,6 +333,8 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool, only: str = "") -> list
                     failures += [] if "encoder_hidden_states" in inputs else [error]
                     continue
                 positions = inputs.get("position_ids")
+                if "pixel_values" in inputs:
+                    positions = list_coordinates(config, inputs["pixel_values"], call.x)
                 probes.append(Probe(f"{name}{suffix}", config, call, real, is_near, positions))
         if probes:
             return probes

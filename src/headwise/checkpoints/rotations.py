@@ -7,7 +7,7 @@ from typing import Any
 
 from headwise.checkpoints.fields import ConfigFields, is_number
 from headwise.errors import OptionError
-from headwise.function.rotary import Order, axes_of_sections
+from headwise.function.rotary import Order, PlaneOrder, axes_of_sections
 from headwise.function.scaling import (
     DynamicScaling,
     LinearScaling,
@@ -38,6 +38,12 @@ _SECTIONS: tuple[tuple[Order, tuple[int, ...], str], ...] = (
 )
 _ORDERS = {kind: (order, usual) for order, usual, kinds in _SECTIONS for kind in kinds.split()}
 Axes = tuple[int, ...] | None
+# Vision towers that turn by row and column.
+PLANES: dict[str, PlaneOrder] = {
+    "dinov3_vit": "halves",
+    "eomt_dinov3": "halves",
+    "pixtral": "alternating",
+}
 
 
 def read_axes(rotary: ConfigFields, fields: ConfigFields, width: int | None) -> Axes:

@@ -182,6 +182,8 @@ def _turn(code: Code, roles: str) -> Lines:
 def _rotation(code: Code, roles: str) -> Lines:
     yield from _tables(code, roles)
     yield from _turn(code, roles)
+    if (rule := code.settings.norm) is None or rule.place == "before":
+        yield from _temperature(code, roles)
 
 
 def _temperature(code: Code, roles: str) -> Lines:
@@ -203,6 +205,8 @@ def _norm_and_rotation(code: Code, roles: str) -> Lines:
     order = (_norms, _rotation)
     for write in order if rule is None or rule.place == "before" else order[::-1]:
         yield from write(code, roles)
+    if rule is not None and rule.place == "after":
+        yield from _temperature(code, roles)
 
 
 def _groups(code: Code, _: str) -> Lines:
@@ -350,7 +354,6 @@ NORM_AND_ROTATION = LinePlace("where q and k are normalised and rotated", _norm_
 FREQUENCIES = LinePlace("where the frequencies are computed", _frequencies)
 ANGLES = LinePlace("where the angles are computed", _angles)
 ROTATION = LinePlace("where q and k are rotated", _rotation)
-TEMPERATURE = LinePlace("where queries get their temperature", _temperature)
 WHOLE_ROTATION = LinePlace("for the whole rotation", _whole_rotation)
 CACHE = LinePlace("where keys are added to the cache", _cache)
 GROUPS = LinePlace("where kv heads are repeated", _groups)

@@ -454,7 +454,7 @@ _ROTATIONS = (
         tensors=_norms_of(role),
         compute=_rotate,
         bound=_bound_rotation,
-        write=(lines.FREQUENCIES, lines.ANGLES, lines.ROTATION, lines.TEMPERATURE),
+        write=(lines.FREQUENCIES, lines.ANGLES, lines.ROTATION),
     )
     for role in "qk"
 )

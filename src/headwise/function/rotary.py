@@ -47,6 +47,8 @@ class Rotary(RotaryRule):
             column of a token; `axes_of_sections` makes them. A call then takes positions of
             (axes, batch, length); tokens without positions have one number in all axes.
         backwards: True if pairs turn by minus the angle.
+        numbers: for each pair the i of its frequency, where they do not count from 0 to the last.
+        parts: equal parts of the width, each of which has its half-split pairs for itself.
         q_offset: added to the positions of queries.
         k_offset: added to the positions of keys.
         dtype: to which the frequencies are rounded, as in code that keeps them in a half type.
@@ -94,6 +96,37 @@ class Rotary(RotaryRule):
             )
 
     @classmethod
+    def of_plane(cls, theta: float, head_dim: int, *, order: PlaneOrder = "halves") -> Rotary:
+        """Return a rotation by row and column, as in vision towers.
+
+            halves       HHHHWWWWHHHHWWWW, both by theta ** (-4i / head_dim); Qwen-VL, DINOv3
+            alternating  the same channels; rows take even frequencies, columns odd ones; Pixtral
+            parts        HHHHHHHHWWWWWWWW, with the frequencies of "halves"; Gemma 4
+
+        A call takes positions of (2, batch, length): rows, then columns. DINOv3 takes 2 pi times
+        the centre of a patch, from -1 to 1, and 0 for tokens that do not turn.
+
+        Raises:
+            OptionError: another order, or a head_dim that is no multiple of 4.
+        """
+        if order not in get_args(PlaneOrder) or head_dim % 4:
+            raise OptionError(
+                saw=f"Rotary.of_plane(head_dim={head_dim}, order={describe_value(order)})",
+                needed=f"a multiple of 4, and one of {', '.join(map(repr, get_args(PlaneOrder)))}",
+                do='e.g. Rotary.of_plane(100.0, 64, order="halves"), as in DINOv3',
+            )
+        quarter = head_dim // 4
+        even = tuple(range(0, 2 * quarter, 2))
+        odd = tuple(i + 1 for i in even)
+        return cls(
+            theta,
+            head_dim,
+            axes=(0,) * quarter + (1,) * quarter,
+            numbers=(*even, *(odd if order == "alternating" else even)),
+            parts=2 if order == "parts" else 1,
+        )
+
+    @classmethod
     def of(cls, rule: RotaryRule) -> Rotary:
         """Return the options of a rotation that a description states."""
         return cls(**{name: getattr(rule, name) for name in _FIELDS})
@@ -135,6 +168,15 @@ class Rotary(RotaryRule):
                 needed=f"an axis for each of {width // 2} pairs",
                 do="pass sections that add up to half of the rotated channels",
             )
+        numbers = self.numbers
+        is_fit = numbers is None or (len(numbers) == width // 2 > max(numbers))
+        if not is_fit or width % (2 * self.parts) or (self.parts > 1 and self.span):
+            raise OptionError(
+                saw=f"numbers={numbers} and parts={self.parts} in a rotary width of {width}",
+                needed=f"a number from 0 to {width // 2 - 1} for each of {width // 2} pairs, and "
+                "parts that divide the pairs",
+                do="Rotary.of_plane(theta, head_dim) makes them",
+            )
         return width
 
     def frequencies(
@@ -157,7 +199,8 @@ class Rotary(RotaryRule):
             frequencies = unscaled_frequencies(self.theta, width, **arithmetic)
         else:
             frequencies = self.scaling.scaled_frequencies(self.theta, width, **arithmetic)
-        return frequencies if self.dtype is None else frequencies.to(self.dtype).to(dtype)
+        frequencies = frequencies if self.dtype is None else frequencies.to(self.dtype).to(dtype)
+        return frequencies if self.numbers is None else frequencies[..., list(self.numbers)]
 
     def rotate(
         self,
@@ -231,10 +274,10 @@ class Rotary(RotaryRule):
         angles = -angles if self.backwards else angles
         if angles.dim() == 3:
             angles = angles[:, None]
-        return _rotation_factors(angles, self.amplitude, self.pairing)
+        return _rotation_factors(angles, self.amplitude, self.pairing, self.parts)
 
     def _turn(self, x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
-        return _apply_rotation(x, *factors, self.pairing, self.span)
+        return _apply_rotation(x, *factors, self.pairing, self.span, self.parts)
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -249,6 +292,7 @@ class Rotary(RotaryRule):
 _FIELDS = tuple(field.name for field in fields(RotaryRule))
 _SHOWN = _FIELDS[:4]  # in every repr
 Order = Literal["blocks", "in turn", "rows first"]
+PlaneOrder = Literal["halves", "alternating", "parts"]
 
 
 def axes_of_sections(sections: Sequence[int], *, order: Order = "blocks") -> tuple[int, ...]:
@@ -294,8 +338,13 @@ def _places_of_pairs(rule: RotaryRule, positions: Tensor) -> Tensor:
     return torch.stack([positions[axis] for axis in rule.axes], -1)
 
 
-def _rotation_factors(angles: Tensor, amplitude: float, pairing: Pairing) -> tuple[Tensor, Tensor]:
+def _rotation_factors(
+    angles: Tensor, amplitude: float, pairing: Pairing, parts: int = 1
+) -> tuple[Tensor, Tensor]:
     """Return the factors of each channel and of its partner, from the angles of the pairs."""
+    if parts > 1 and pairing == "half-split":
+        every = _rotation_factors(angles.unflatten(-1, (parts, -1)), amplitude, pairing)
+        return every[0].flatten(-2), every[1].flatten(-2)
     cos, sin = angles.cos(), angles.sin()
     if amplitude != 1.0:
         cos, sin = cos * amplitude, sin * amplitude
@@ -305,7 +354,12 @@ def _rotation_factors(angles: Tensor, amplitude: float, pairing: Pairing) -> tup
 
 
 def _apply_rotation(
-    x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing, span: int | None = None
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pairing: Pairing,
+    span: int | None = None,
+    parts: int = 1,
 ) -> Tensor:
     width = cos.shape[-1]
     if span not in (None, width // 2) and pairing == "half-split":
@@ -318,13 +372,15 @@ def _apply_rotation(
     # Cast before the two uses: the gradient is then summed in cos.dtype and rounded once.
     leading = x[..., :width].to(cos.dtype)
     rotated = leading * cos
-    rotated += _swap_pairs(leading, pairing) * sin
+    rotated += _swap_pairs(leading, pairing, parts) * sin
     rotated = rotated.to(x.dtype)
     return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), -1)
 
 
-def _swap_pairs(x: Tensor, pairing: Pairing) -> Tensor:
+def _swap_pairs(x: Tensor, pairing: Pairing, parts: int = 1) -> Tensor:
     """Swap the two channels of each pair."""
+    if pairing == "half-split" and parts > 1:
+        return _swap_pairs(x.unflatten(-1, (parts, -1)), pairing).flatten(-2)
     if pairing == "half-split":
         return x.roll(x.shape[-1] // 2, -1)
     return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).flatten(-2)
@@ -344,7 +400,8 @@ def frequencies_of_rule(rule: RotaryRule, length: Tensor | None = None) -> Tenso
         arithmetic: Arithmetic = {"dtype": torch.float64, "length": length}
         arithmetic["exponent_width"] = rule.exponent_width
         exact = rule.scaling.scaled_frequencies(rule.theta, rule.width, **arithmetic)
-    return exact if rule.dtype is None else exact.to(rule.dtype).double()
+    exact = exact if rule.dtype is None else exact.to(rule.dtype).double()
+    return exact if rule.numbers is None else exact[..., list(rule.numbers)]
 
 
 def count_channels(rule: RotaryRule) -> int:
@@ -389,8 +446,8 @@ def rotate_by_rule(
 
 def rotate_by_angles(rule: RotaryRule, x: Tensor, angles: Tensor) -> Tensor:
     """Return ``x`` with the channels of each pair turned by ``angles`` (..., pairs)."""
-    factors = _rotation_factors(angles, rule.amplitude, rule.pairing)
-    return _apply_rotation(x, *factors, rule.pairing, rule.span)
+    factors = _rotation_factors(angles, rule.amplitude, rule.pairing, rule.parts)
+    return _apply_rotation(x, *factors, rule.pairing, rule.span, rule.parts)
 
 
 # ---- checks and caches --------------------------------------------------------------------------
@@ -441,18 +498,19 @@ def check_positions(
         DTypeError: floats for one axis, or booleans.
         DeviceError: positions on another device.
     """
-    shape = tuple(positions.shape) if isinstance(positions, Tensor) else None
-    fitting = [(length,), (batch, length), (1, length)]
-    if axes > 1:  # a last axis may turn no pair
-        fitting += [(max(axes, (shape or (0,))[0]), *each) for each in fitting[1:]]
-    if not isinstance(positions, Tensor) or shape not in fitting:
+    shape = tuple(positions.shape) if isinstance(positions, Tensor) else ()
+    # a last axis may turn no pair
+    is_fit = len(shape) < 3 or (len(shape) == 3 and shape[0] >= axes > 1)
+    is_fit = is_fit and bool(shape) and shape[-1] == length
+    if not is_fit or (len(shape) > 1 and shape[-2] != batch and shape[-2] != 1):
         sections = f" or (axes {axes}, batch {batch}, length {length})" if axes > 1 else ""
         raise ShapeError(
-            saw=f"positions of shape {shape}" if shape is not None else f"positions={positions!r}",
+            saw=f"positions of shape {shape}" if shape else f"positions={positions!r}",
             needed=f"(length {length},) or (batch {batch}, length {length}){sections}, for "
             f"{batch} x {length} tokens",
             do="pass one position for each token, e.g. torch.arange(length)",
         )
+    assert isinstance(positions, Tensor)
     if positions.dtype == torch.bool or (positions.is_floating_point() and axes == 1):
         raise DTypeError(
             saw=f"positions of dtype {positions.dtype}",

@@ -29,6 +29,7 @@ NormKind = Literal["rms", "layer", "l2"]
 Over = Literal["head", "width"]
 Place = Literal["before", "after"]
 GateKind = Literal["head", "channel", "head softplus", "channel softplus"]
+TemperatureKind = Literal["steps", "smooth"]
 # A number that may be FROM_CONFIG, or a size that may be None. As any type, so that arithmetic with
 # resolved numbers needs no cast.
 Open = Any
@@ -88,6 +89,8 @@ class RotaryRule:
         attention_factor: factor of rotated channels; that of the scaling if None.
         axes: for each pair the axis of the positions by which it turns; None for one position.
         backwards: True if pairs turn by minus the angle, as in nanochat.
+        numbers: for each pair the i of its frequency; 0, 1, 2 and so on if None.
+        parts: equal parts of the width that have their pairs each for themselves.
         q_offset, k_offset: added to the positions.
         dtype: to which the frequencies are rounded; None for none.
     """
@@ -101,6 +104,8 @@ class RotaryRule:
     attention_factor: float | None = None
     axes: tuple[int, ...] | None = None
     backwards: bool = False
+    numbers: tuple[int, ...] | None = None
+    parts: int = 1
     # Of ported code that is wrong.
     q_offset: float = 0.0
     k_offset: float = 0.0
@@ -109,7 +114,8 @@ class RotaryRule:
     @property
     def words(self) -> str:
         """Words such as "half-split"."""
-        return f"{self.pairing}, backwards" if self.backwards else self.pairing
+        parts = f" in {self.parts} parts" if self.parts > 1 else ""
+        return f"{self.pairing}{parts}{', backwards' if self.backwards else ''}"
 
     @property
     def amplitude(self) -> float:
@@ -253,11 +259,11 @@ class TemperatureRule:
     factor: float
     length: float
     first: int = 0
-    kind: Literal["steps", "smooth"] = "steps"
+    kind: TemperatureKind = "steps"
 
     def __post_init__(self) -> None:
         """Raise OptionError for a length that is not positive, or another kind."""
-        if not self.length > 0 or self.kind not in ("steps", "smooth"):
+        if not self.length > 0 or self.kind not in get_args(TemperatureKind):
             raise OptionError(
                 saw=f"TemperatureRule(length={self.length}, kind={describe_value(self.kind)})",
                 needed='a positive length, and "steps" or "smooth"',
@@ -491,8 +497,8 @@ _VALUES: dict[str, dict[str, Any]] = {
     "scale": {words: scale for scale, words in SCALE_WORDS.items()},
     "rotary": {
         rule.words: rule
-        for pairing, backwards in product(get_args(Pairing), (False, True))
-        for rule in [RotaryRule(pairing=pairing, backwards=backwards)]
+        for pairing, backwards, parts in product(get_args(Pairing), (False, True), (1, 2))
+        for rule in [RotaryRule(pairing=pairing, backwards=backwards, parts=parts)]
     },
     "qk_norm": {norm.words: norm for norm in _NORMS},
     "softcap": {"tanh": Softcap()},

@@ -164,6 +164,12 @@ def read_positions(
             if cache.has_places
             else "leave out positions, or give those of all tokens from the first call on",
         )
+    if positions is None and layer.rotary is not None and layer.rotary.numbers is not None:
+        raise OptionError(
+            saw="no positions for a layer that rotates by row and column",
+            needed="(axes, batch, queries): the coordinates of each token, which do not count",
+            do="positions=torch.stack((rows, columns)).expand(2, batch, queries)",
+        )
     if positions is None:
         return None
     if not layer.takes_positions:

@@ -4,7 +4,7 @@ import pytest
 
 from headwise import Rotary, compare
 from headwise.diagnosis.repairs.lines import WORDS_ALONE
-from headwise.function import LinearScaling, Llama3Scaling, YarnScaling
+from headwise.function import LinearScaling, Llama3Scaling, TemperatureRule, YarnScaling
 from headwise.identify.catalogue import CAUSES
 from headwise.layers import Alibi
 from tests.diagnosis.among import compare_among
@@ -28,6 +28,7 @@ column = sinks.view(1, -1, 1, 1).expand(len(x), -1, x.shape[1], 1)
 weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 """
 GATED = TORCH["mix"] + " * split(x @ wg.mT, num_heads).sigmoid()"
+WARMED = "\nq = q * (1 + 0.4 * torch.log1p(torch.arange(q.shape[2])[:, None] // 5))"
 LINEAR = TORCH["frequencies"] + " / {}"
 WINDOWED = {"window": (3, 0)}
 HALF = {**LLAMA, "rotary": Rotary(width=4)}
@@ -117,6 +118,12 @@ q, k = rotate(q), rotate(k)
 """
         },
         HALF_PARTS,
+    ),
+    Case(
+        "temperature of queries",
+        {**LLAMA, "temperature": TemperatureRule(0.4, 5)},
+        {"turn": TORCH["turn"]},
+        {"turn": TORCH["turn"] + WARMED},
     ),
     Case(
         "rotary scaling factor",

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +22,8 @@ from headwise.function.rotary import (
     rotate_by_rule,
 )
 from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling
-from headwise.function.spec import Pairing, RotaryRule
+from headwise.function.spec import Pairing, RotaryRule, TemperatureKind, TemperatureRule
+from headwise.function.temperature import query_factors
 from headwise.identify.catalogue import POSSIBLE, ROTATED, STATED
 from headwise.identify.moves.move import format_dtype
 
@@ -143,6 +146,32 @@ def _rotary_exponent_width(evidence: Evidence, rotary: RotaryRule) -> Variants:
             model = evidence.model.with_rotary(exponent_width=base)
             rank = None if base == head_dim else POSSIBLE
             yield Variant(model, {"exponent width": base}, f"theta ** (-2i / {right})", rank=rank)
+
+
+def _query_temperature(evidence: Evidence) -> Variants:
+    rule = evidence.model.settings.temperature
+    if not isinstance(rule, TemperatureRule):
+        return
+    repair = f"multiply queries by their temperature: {rule}"
+    yield Variant(evidence.model.with_settings(temperature=None), {"temperature": "none"}, repair)
+    for first, kind in product((0, 1), get_args(TemperatureKind)):
+        if (first, kind) != (rule.first, rule.kind):
+            model = evidence.model.with_settings(temperature=replace(rule, first=first, kind=kind))
+            parameters = {"temperature": kind, "first position": first}
+            yield Variant(model, parameters, repair)
+    model = evidence.replace_stages(("q after rotary",), _warm_by_column)
+    yield Variant(model, {"temperature": "by column"}, "count positions, and not columns")
+
+
+def _warm_by_column(forced: ForcedStage) -> Tensor:
+    """Return queries whose temperature counts the tokens of the call, padding included."""
+    rule, call = forced.settings.temperature, forced.call
+    if not isinstance(rule, TemperatureRule):  # another cause left it out
+        return forced.usual_result()
+    x, start = forced.usual_result(), call.past_key_count
+    columns = torch.arange(start, start + x.shape[2])
+    factors = (query_factors(rule, each, x.dtype) for each in (columns, call.query_positions))
+    return x * (next(factors) / next(factors))
 
 
 MOST = 64

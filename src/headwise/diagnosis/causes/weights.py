@@ -18,6 +18,7 @@ from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.function import stages
 from headwise.function.records import STAGE_OF, output_gates
+from headwise.function.spec import ABSENT
 from headwise.function.weights import State
 from headwise.identify import catalogue
 from headwise.identify.catalogue import Cause
@@ -377,6 +378,21 @@ def _output_gate_missing(evidence: Evidence) -> Variants:
         kind = evidence.model.settings.output_gate
         repair = f'multiply the head outputs by the sigmoid of gate_proj(x): output_gate="{kind}"'
         yield Variant(model, {"gate": "none"}, repair)
+
+
+def _part_left_out(evidence: Evidence) -> Variants:
+    settings = evidence.model.settings
+    repairs = {
+        "clip": f"clip queries, keys and values: clip={settings.bound}",
+        "values": f"change values before they are mixed: values={settings.values}",
+        "output_norm": f"normalise the head outputs: output_norm={settings.output_norm}",
+    }
+    for name, repair in repairs.items():
+        if getattr(settings, name) is not ABSENT:
+            model = evidence.model.with_settings(**{name: None})
+            if name == "output_norm":
+                model = model.with_weights(o_norms=None, o_norms_bias=None)
+            yield Variant(model, {"part": name.replace("_", " ")}, repair)
 
 
 def _gate_without_sigmoid(evidence: Evidence) -> Variants:

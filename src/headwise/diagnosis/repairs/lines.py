@@ -144,6 +144,7 @@ WORDS_ALONE: Mapping[Cause, str] = {
         ),
         "of code with a latent, which the lines do not write: the report says what to change",
     ),
+    catalogue.PART_LEFT_OUT: "it is one of several parts: the report names its option",
     catalogue.LAYERS_EXCHANGED: "named of whole models: layers are loaded by their number",
     catalogue.LAYERS_OFF_BY_ONE: "named of whole models: layers are loaded by their number",
 }
