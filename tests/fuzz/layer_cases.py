@@ -125,7 +125,8 @@ def _places(
             scaling=chance.choose((None, None, LinearScaling(2.0), ProportionalScaling(0.5))),
             backwards=chance.maybe(0.2),
         )
-        pairs = given["rotary"].rotated_width(given["head_dim"]) // 2
+        turned = given["latent"].shared_width if "latent" in given else given["head_dim"]
+        pairs = given["rotary"].rotated_width(turned) // 2
         if pairs > 1 and chance.maybe(0.3):
             axes = axes_of_sections((pairs - 1, 1), order=chance.choose(("blocks", "in turn")))
             given["rotary"] = replace(given["rotary"], axes=axes)

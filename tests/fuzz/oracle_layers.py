@@ -135,13 +135,18 @@ def placed(p: Parameters, o: dict[str, Any], x: Array, name: str, heads: int) ->
     if norm and norm["over"] == "head" and norm["place"] == "before":
         x = normed(p, name, x, norm)
     x = clipped(o, x)
-    if "turns" in o:
-        places = o.get("positions")
-        if places is not None:
-            axes = o["axes"] or (0,) * len(o["turns"])
-            places = np.stack([places[axis] for axis in axes], -1)
-        x = rotated(x, o["turns"], o["pairing"], places)
+    x = turned(o, x)
     return normed(p, name, x, norm) if norm and norm["place"] == "after" else x
+
+
+def turned(o: dict[str, Any], x: Array) -> Array:
+    if "turns" not in o:
+        return x
+    places = o.get("positions")
+    if places is not None:
+        axes = o["axes"] or (0,) * len(o["turns"])
+        places = np.stack([places[axis] for axis in axes], -1)
+    return rotated(x, o["turns"], o["pairing"], places)
 
 
 def latent(p: Parameters, o: dict[str, Any], x: Array, name: str, *, normed: bool) -> Array:
@@ -161,9 +166,7 @@ def from_latents(p: Parameters, o: dict[str, Any], x: Array) -> tuple[Array, Arr
     shared = split(linear(p, "shared_k_proj", x), 1)
     q, of_c = split(linear(p, "q_proj", a), heads), split(linear(p, "k_proj", c), heads)
     k = np.concatenate([np.broadcast_to(shared, (*of_c.shape[:3], shared.shape[-1])), of_c], -1)
-    if "turns" in o:
-        q, k = (rotated(each, o["turns"], o["pairing"]) for each in (q, k))
-    return q, k, split(linear(p, "v_proj", c), heads)
+    return turned(o, q), turned(o, k), split(linear(p, "v_proj", c), heads)
 
 
 def attention(

@@ -142,30 +142,6 @@ def esmc() -> Real:
     return decoder("esmc", "esmc", WHOLE | angles(), options, mask=everywhere)
 
 
-def afmoe() -> Real:
-    sizes = GROUPED | angles() | {"layer_types": ["sliding_attention"], "sliding_window": NEAR}
-    sizes |= {"num_dense_layers": 1, "rms_norm_eps": 1e-6}
-    options = FEW | {"rotary": HALF, "qk_norm": QKNorm(eps=1e-6), "window": (NEAR - 1, None)}
-    return decoder("afmoe", "afmoe", sizes, options)
-
-
-def lfm3() -> Real:
-    rope = {"rope_type": "default", "rope_theta": THETA}
-    sizes = GROUPED | {"layer_types": ["full_attention"], "rms_norm_eps": 1e-6}
-    sizes |= {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
-    return decoder("lfm3", "lfm3", sizes, FEW | {"rotary": HALF, "qk_norm": QKNorm(eps=1e-6)})
-
-
-def step3p5() -> Real:
-    rope = {"rope_type": "default", "rope_theta": THETA}
-    sizes = GROUPED | {"layer_types": ["full_attention"], "rms_norm_eps": 1e-6}
-    sizes |= {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
-    sizes |= {"query_pre_attn_scalar": 10, "mlp_layer_types": ["dense"], "sliding_window": NEAR}
-    norm = QKNorm(one_plus=True, eps=1e-6)
-    turned = Rotary(theta=THETA, width=GROUPED["head_dim"])
-    return decoder("step3p5", "step3p5", sizes, FEW | {"rotary": turned, "qk_norm": norm})
-
-
 def hrm_text() -> Real:
     place = "L_module.layers.0.self_attn"
     sizes = GROUPED | angles() | {"num_key_value_heads": 12}
@@ -273,9 +249,6 @@ CASES: dict[str, Callable[[], Real]] = {
     "ctrl": ctrl,
     "flint": flint,
     "esmc": esmc,
-    "afmoe": afmoe,
-    "lfm3": lfm3,
-    "step3p5": step3p5,
     "hrm-text": hrm_text,
     "molmo2": molmo2,
     "gradium": gradium,
