@@ -391,7 +391,9 @@ def _bound_mix(given: Given, r: Roundoff) -> Tensor:
     again = _bound_softmax(given.at("weights"), r)
     products = _bound_products(given.at("scores"), r)
     again = again + 2 * weights.abs() * products.amax(-1, keepdim=True)
-    bound = (weights.shape[-1] * r.u + 10 * r.U) * (weights.abs() @ values) + again @ values
+    is_changed = given.settings.values or given.settings.bound is not None
+    steps = 10 if is_changed else 2  # results that are rounded
+    bound = (weights.shape[-1] * r.u + steps * r.U) * (weights.abs() @ values) + again @ values
     outputs, rule = weights.abs() @ values, given.settings.output_norm
     if isinstance(rule, NormRule):
         bound, outputs = _bound_normalised(given, r, rule, bound)
