@@ -1,6 +1,7 @@
 """What a config.json says: counts, layouts, and which layers rotate how."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,28 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path, text: str | bytes, see
 def test_a_number_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(OptionError, match="rope_theta: a finite number"):
         ConfigFields({"rope_theta": value}, origin="config.json").number("rope_theta")
+
+
+@pytest.mark.parametrize(
+    ("mscale", "scale"), [(1.0, 0.135233779), (0.707, 0.114721387), (0.0, 0.072168784)]
+)
+def test_the_scale_of_a_latent_has_mscale_all_dim(mscale: float, scale: float) -> None:
+    """Of DeepSeek V3 and V2, and without the factor; head_dim of a config is what turns alone."""
+    scaling = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    config = {
+        "model_type": "deepseek_v3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+        "rope_parameters": {**scaling, "rope_theta": 1e4, "mscale_all_dim": mscale},
+    }
+    assert read_stated_counts(config) == {"heads": 4, "head_dim": 192, "rotary_width": 64}
+    spec = resolve(layout("deepseek").function, config, layer=0)
+    assert replace(spec, head_dim=192).factor == pytest.approx(scale, abs=5e-10)
+    assert spec.rotation is not None
+    assert spec.rotation.width == 64
+    assert layout_name(config) == "deepseek"
+    assert layout_name({**config, "q_lora_rank": None}) == "deepseek-lite"

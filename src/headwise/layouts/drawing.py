@@ -198,6 +198,8 @@ def attention_spec_lines(layout: Layout, sizes: Sizes) -> list[str]:
         shown = rotary_pairs(layout.rows, width)
         listed = ", ".join(f"{a} and {b}" for a, b in shown[:3]) + ", ..." * (len(shown) > 3)
         lines.append(f"rotated together in q and k: channels {listed}")
+        if layout.rotated_last:
+            lines.append("counted in the last channels of each q, and in the shared key")
     left = [_WORDS.get(n, n) for n, value in values.items() if value is None and n not in CALLING]
     return lines + ([f"left to the model's config: {', '.join(left)}"] if left else [])
 

@@ -266,8 +266,9 @@ def _draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
             yield name, {role: split_pairs(rows, done) for role, rows in moved.items()}
     yield from _draft_wrong_head_counts(sizes)
     yield from _draft_permuted_values(sizes)
-    if sizes.rotary_width and "k" not in sizes.roles:  # of which one key is shared
-        yield from _draft_rotated_channels_place(indices["q"], sizes.rotary_width)
+    width = sizes.rotary_width or 0
+    if 0 < width < sizes.head_dim and "k" not in sizes.roles:  # whose key is shared, in part
+        yield from _draft_rotated_channels_place(indices["q"], width)
 
 
 def _draft_rotated_channels_place(rows: Tensor, width: int) -> Iterator[Draft]:
