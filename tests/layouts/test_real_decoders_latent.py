@@ -244,14 +244,12 @@ def test_longcat_has_two_attentions_in_a_layer(tmp_path: Path) -> None:
     assert layer.latent.scaled
 
 
-@pytest.mark.slow
-def test_a_temperature_by_position_is_no_part_of_the_layer(tmp_path: Path) -> None:
-    """A layer without it is equal up to the length where it begins."""
-    pytest.importorskip("transformers")
+def test_a_temperature_by_position_is_loaded_beside_a_latent(tmp_path: Path) -> None:
     model = model_of("Mistral4Config", **SIZES, **EXPERTS).float()
     model.save_pretrained(tmp_path)
-    with pytest.raises(OptionError, match="with far settings near"):
-        load_attention(tmp_path)
+    layer = load_attention(tmp_path)
+    assert layer.proof.startswith("proved against Mistral4Attention")
+    assert layer.temperature is not None
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
         "siglip_vision_model",
         "bailing-hybrid": "bailing_hybrid",
         "cohere": "cohere cohere2 ernie4_5 ernie4_5_moe helium",
-        "deepseek": "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 youtu",
+        "deepseek": "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 mistral4 youtu",
         "dinov3": "dinov3_vit",
         "gemma3": "gemma3 gemma3_text",
         "gemma4": "gemma3n_text gemma4_text gemma4_unified_text",

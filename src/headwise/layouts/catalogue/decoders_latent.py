@@ -9,7 +9,12 @@ from functools import partial
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Latent, RotaryRule
 from headwise.layouts.catalogue import describe_layout
 
-_FUNCTION = AttentionSpec(scale=FROM_CONFIG, rotary=RotaryRule(width=FROM_CONFIG), latent=Latent())
+_FUNCTION = AttentionSpec(
+    scale=FROM_CONFIG,
+    rotary=RotaryRule(width=FROM_CONFIG),
+    latent=Latent(),
+    temperature=FROM_CONFIG,
+)
 _DOWN, _UP = "([{c}: rank | {r}: shared_width])", "(heads [wk: key_dim | wv: value_dim]) rank"
 _KEYS = {
     "kv_a_proj_with_mqa.weight": _DOWN.format(c="wc", r="wr") + " embed_dim",
