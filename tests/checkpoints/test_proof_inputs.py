@@ -12,6 +12,7 @@ from headwise.checkpoints import load_attention, loading
 from headwise.checkpoints.inputs import find_field, list_inputs, list_runs
 from headwise.checkpoints.skeleton import _tokens_in_rows
 from headwise.errors import OptionError
+from tests.quick import others_extra
 from tools.huggingface_classes import classes
 from tools.huggingface_classes.trial import Row, built
 
@@ -33,7 +34,17 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("model_type", PLACES)
+@pytest.mark.parametrize(
+    "model_type",
+    others_extra(
+        PLACES,
+        "fsmt",
+        "vilt",
+        "lxmert",
+        "idefics2",
+        quick=["siglip2_vision_model", "rf_detr_dinov2", "hunyuan_v1_dense"],
+    ),
+)
 def test_an_attention_behind_any_input_is_proved(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

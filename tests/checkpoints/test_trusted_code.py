@@ -21,6 +21,7 @@ from headwise.surgery import Cut, ModelHeads, check_folder, cut_model, write
 from headwise.surgery import load as load_cut
 from tests.huggingface.own_code import AUTO_MAP, change_json, own_folder
 from tests.huggingface.stored import WORDS
+from tests.quick import others_extra
 
 KINDS = ("own", "llama")  # a model_type that transformers lacks, and one that it has
 FOREIGN = "names code outside of this folder in auto_map: owner/name--own.OwnConfig"
@@ -209,7 +210,7 @@ def test_compare_proves_stored_layers_against_their_code(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["plain", "full", "headwise"])
+@pytest.mark.parametrize("form", others_extra(["plain", "full", "headwise"]))
 def test_a_cut_of_code_is_written_and_checked(form: Any, tmp_path: Path) -> None:
     folder, trusted = own_folder(tmp_path / "m"), {"trust_remote_code": True}
     model, _ = read_model(folder, trust_remote_code=True)

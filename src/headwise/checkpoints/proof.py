@@ -42,7 +42,9 @@ from headwise.masks.mask import Mask
 # Settings that act far out, with the numbers that they have in a copy of the config.
 FAR = re.compile(r"window|chunk|local_attention|original_max_position|floor_scale")
 # Numbers of a config that are no part of a function of one layer.
-NO_FUNCTION = re.compile(r"_ids?$|vocab|cross_attention|layers|init|dropout|cache|version|return|output")
+NO_FUNCTION = re.compile(
+    r"_ids?$|vocab|cross_attention|layers|init|dropout|cache|version|return|output"
+)
 NEAR, NEAR_ORIGINAL = 6, 32
 Run = Callable[[Attention, Tensor], Tensor]
 
