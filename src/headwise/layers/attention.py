@@ -98,7 +98,7 @@ def _product_of_call(
     options = {"scale": scale, "softcap": layer.softcap}
     matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options)
     matrix = with_finite_padding(matrix) if tokens.is_zeroed else matrix
-    return latent.Product(matrix, v, operands.finish)
+    return latent.Product(matrix, v, operands.expand)
 
 
 def _project_stages(
@@ -237,9 +237,9 @@ class Attention(base.AttentionBase):
         """
         call = self._prepare_call(x, source, mask, score_bias, cache, gate, positions)
         tokens = packing.select_packing(call)
-        matrix, v, finish = _product_of_call(self, tokens, call)
+        matrix, v, expand = _product_of_call(self, tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
-        outputs = finish(hooks.call_hook(matrix, v, outputs))
+        outputs = expand(hooks.call_hook(matrix, v, outputs))
         outputs = _finish_outputs(self, outputs, tokens.x)
         if call.gate is not None:
             outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))

@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     v: Tensor  # absorbed: the keys themselves
     up: Tensor | None  # (heads, value_dim, rank) of the head outputs; None where v has all heads
 
-    def finish(self, outputs: Tensor) -> Tensor:
+    def expand(self, outputs: Tensor) -> Tensor:
         """Return head outputs (batch, heads, queries, value_dim) of products with ``v``."""
         if self.up is None:
             return outputs
@@ -36,15 +36,15 @@ class Operands(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A and v of a call; the head outputs are ``finish(A @ v)``, before an output gate."""
+    """A and v of a call; the head outputs are ``expand(A @ v)``, before an output gate."""
 
     matrix: AttentionMatrix
     v: Tensor
-    finish: Callable[[Tensor], Tensor]
+    expand: Callable[[Tensor], Tensor]
 
     def head_outputs(self) -> Tensor:
         """Return (batch, heads, queries, value_dim)."""
-        return self.finish(self.matrix @ self.v)
+        return self.expand(self.matrix @ self.v)
 
 
 def project(layer: AttentionBase, tokens: packing.Unpacked) -> tuple[Tensor, Tensor]:
