@@ -30,6 +30,7 @@ PLACES = {
     "trocr": ("model.decoder.layers.0.encoder_attn.", "TrOCRAttention"),
     "recurrent_gemma": ("layers.1.temporal_block.", "RecurrentGemmaAttention"),
     "idefics2": ("connector.perceiver_resampler.layers.0.self_attn.", "Idefics2PerceiverAttention"),
+    "mpt": ("blocks.0.attn.", "MptAttention"),  # its config has a part for the attention
     "mimi": ("decoder_transformer.layers.0.self_attn.", "MimiAttention"),  # reads a book of codes
 }
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import headwise
 from headwise import Attention, Mask, Rotary
-from headwise.errors import HeadwiseError, OptionError
+from headwise.errors import HeadwiseError, OptionError, ShapeError
 from headwise.function.gate import output_gate
 from headwise.function.spec import ABSENT
 from headwise.layers.conversion import options_of_spec, state_per_head
@@ -193,6 +193,14 @@ def test_a_layout_without_gates_does_not_take_one() -> None:
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
+def test_gates_of_another_width_are_refused_with_both_numbers() -> None:
+    state = gated("head").to_layout("headwise")
+    words = f"output_gate='channel', and weights with 1 gates.*\n.*{VALUE_DIM} for each head"
+    with pytest.raises(ShapeError, match=words):
+        options: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
+        Attention.from_layout(state, layout="headwise", **options, output_gate="channel")
+
+
 def test_kinds() -> None:
     with pytest.raises(OptionError) as error:
         Attention(EMBED, HEADS, head_dim=7, output_gate="heads")  # type: ignore[arg-type]

@@ -250,7 +250,8 @@ def _read_counts(fields: ConfigFields) -> Sizes:
 
 def _read_counts_with_latent(fields: ConfigFields) -> Sizes:
     """Return the counts of heads whose keys come from a latent: head_dim states only what turns."""
-    plain, turned = (fields.count(f"qk_{part}_head_dim") for part in ("nope", "rope"))
+    names = (f"qk_{part}_head_dim" for part in ("nope", "rope"))
+    plain, turned = (fields.count(name) if fields.get(name) else None for name in names)  # 0: none
     counts = {
         "heads": _read_first_count(fields, NAMES["heads"].split()),
         "head_dim": plain + turned if plain and turned else None,

@@ -86,7 +86,8 @@ class Skeleton:
     def config(self) -> dict[str, Any]:
         """The config of the smallest model, or of its part in the path, with all defaults."""
         config = dict(self.owners[-1].config.to_dict())
-        words = {n: n.removesuffix("_config") for n, x in config.items() if isinstance(x, Mapping)}
+        parts = {n: x for n, x in config.items() if isinstance(x, Mapping) and x.get("model_type")}
+        words = {n: n.removesuffix("_config") for n in parts}
         inner = (n for n, word in words.items() if word != n and word in self.path)
         return dict(config.get(next(inner, ""), config))
 

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.function import spec as rules
 from headwise.function.distance import slopes_of
-from headwise.function.gate import kind_of_width
+from headwise.function.gate import gate_width, kind_of_width
 from headwise.function.rotary import Rotary
 from headwise.function.spec import (
     ABSENT,
     FROM_CONFIG,
     USUAL_SCALE,
     AttentionSpec,
+    GateKind,
     Latent,
     Softcap,
 )
@@ -123,7 +124,20 @@ def constructor_arguments_from_weights(
         sized = replace(sized, latent=_latent_of_weights(canonical, function.compressed))
     elif source_dim != embed_dim:
         options["source_dim"] = source_dim
-    return options | options_of_spec(sized) | dict(user_options)
+    options |= options_of_spec(sized) | dict(user_options)
+    _check_gates(options["output_gate"], gates, value_dim=wo.shape[1])
+    return options
+
+
+def _check_gates(kind: GateKind | None, gates: Tensor | None, *, value_dim: int) -> None:
+    """Raise ShapeError where weights hold another number of gates than a kind has."""
+    if kind is None or gates is None or gates.shape[1] == gate_width(kind, value_dim):
+        return
+    raise ShapeError(
+        saw=f"output_gate={kind!r}, and weights with {gates.shape[1]} gates for each head",
+        needed=f"{gate_width(kind, value_dim)} for each head",
+        do="name the layout that these weights are in, or another output_gate",
+    )
 
 
 def _latent_of_weights(canonical: State, stated: Latent | None) -> Latent:
