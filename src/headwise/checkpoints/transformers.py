@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from headwise.checkpoints import description, safetensors, source, torch_file
-from headwise.checkpoints.config import layout_name, read_config
+from headwise.checkpoints.config import CUT, layout_name, read_config
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts._layout import Layout
 from headwise.layouts.plan import convert
@@ -303,8 +303,11 @@ def _read_model(
     code = find_trusted_code(folder, stated, trusted=options["trust_remote_code"])
     with silence_transformers(transformers), _explain_load_errors(folder, MODEL):
         if described is None:
-            config = transformers.AutoConfig.from_pretrained(folder, **options)
-            kind = _model_class(transformers, config, code)
+            if CUT in stated:
+                kind, config = class_of_config(transformers, stated)
+            else:
+                config = transformers.AutoConfig.from_pretrained(folder, **options)
+                kind = _model_class(transformers, config, code)
             weights = {"pretrained_model_name_or_path": folder, "config": config, **options}
         else:
             kind, weights = described.arguments(transformers, code)
@@ -348,6 +351,8 @@ def find_trusted_code(path: Path, config: Mapping[str, Any], *, trusted: bool) -
         UntrustedCodeError: the caller does not trust the code.
     """
     folder, named = path if path.is_dir() else path.parent, list(_list_code(config))
+    if CUT in config:  # headwise runs its own copy of the file
+        return None
     for field, name in named:
         if field != "auto_map" or "--" in name or Path(name).is_absolute():
             raise OptionError(
@@ -407,12 +412,15 @@ def class_of_config(
     kind = _read_class(transformers, code, values.get("auto_map"), ["AutoConfig"])
     if kind is None:
         kind = type(transformers.AutoConfig.for_model(values["model_type"]))
+    cut = import_module("headwise.checkpoints.modeling_cut") if CUT in values else None
+    if cut is not None:
+        kind = getattr(cut, f"Cut{kind.__name__}")
     config = kind.from_dict(dict(values))
     kind = _model_class(transformers, config, code)
     if not issubclass(kind, transformers.PreTrainedModel):  # an Auto class chooses by the config
         choose = import_module("transformers.models.auto.auto_factory")._get_model_class
         kind = choose(config, kind._model_mapping)
-    return kind, config
+    return (kind if cut is None else getattr(cut, kind.__name__)), config
 
 
 def _model_class(transformers: Any, config: Any, code: Path | None) -> Any:

@@ -39,10 +39,12 @@ Data = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="A new folder for the smaller model.", show_default=False)]
 Form = Annotated[
-    Literal["plain", "full", "headwise"],
+    Literal["auto", "plain", "code", "full", "headwise"],
     typer.Option(
         help="What loads the folder: plain transformers, and so with the same number of heads in "
-        "each layer; plain transformers at full size, with zeros; or headwise.surgery.load."
+        "each layer; transformers with a file of code in the folder; plain transformers at full "
+        "size, with zeros; or headwise.surgery.load. auto is plain where that costs no more, else "
+        "code."
     ),
 ]
 Length = Annotated[int, typer.Option(min=2, help="Most tokens of a line.")]
@@ -93,7 +95,7 @@ def prune(
     keep: Keep = 0.75,
     by: By = "ablation",
     repair: Repair = "mean",
-    form: Form = "plain",
+    form: Form = "auto",
     length: Length = 128,
     page: Page = None,
     trust_remote_code: output.TrustRemoteCode = False,
@@ -108,7 +110,9 @@ def prune(
     keeps the effects of layers all of whose heads were measured.
     """
 
-    def make_plan(opened: StoredSubject, progress: output.Progress) -> PruningPlan:
+    def make_plan(
+        opened: StoredSubject, progress: output.Progress
+    ) -> tuple[StoredSubject, PruningPlan]:
         with _saying_how_to_resume(opened.journal):
             return opened.plan_prune(keep, by, repair, progress)
 
@@ -124,7 +128,7 @@ def regroup(
     out: Out,
     data: Data = None,
     merge: Merge = "fitted",
-    form: Form = "plain",
+    form: Form = "auto",
     length: Length = 128,
     page: Page = None,
     trust_remote_code: output.TrustRemoteCode = False,
@@ -137,7 +141,9 @@ def regroup(
     lines, the folder and its check in a new process, and a page with the curve.
     """
 
-    def make_plan(opened: StoredSubject, progress: output.Progress) -> RegroupPlan:
+    def make_plan(
+        opened: StoredSubject, progress: output.Progress
+    ) -> tuple[StoredSubject, RegroupPlan]:
         return opened.plan_regroup(kv_heads, merge, progress)
 
     shared = _Command(model, data, out, form, length, page, trust_remote_code, dry_run, as_json)
@@ -151,7 +157,7 @@ class _Command:
     model: Path
     data: Path | None
     out: Path
-    form: Literal["plain", "full", "headwise"]
+    form: Literal["auto", "plain", "code", "full", "headwise"]
     length: int
     page: Path | None
     trust_remote_code: bool
@@ -161,7 +167,9 @@ class _Command:
     def run(
         self,
         call: str,
-        make_plan: Callable[[StoredSubject, output.Progress], PruningPlan | RegroupPlan],
+        make_plan: Callable[
+            [StoredSubject, output.Progress], tuple[StoredSubject, PruningPlan | RegroupPlan]
+        ],
     ) -> None:
         """Print the plan of a cut; then measure it, and write the folder and the page.
 
@@ -169,13 +177,15 @@ class _Command:
         """
         start, console = time.perf_counter(), output.make_console(stderr=True)
         with output.progress_bar(console, "loading torch") as progress:
+            from headwise.reports.surgery import render_cut
+            from headwise.scanning.source import make_model_title
             from headwise.surgery import stored
 
             page = self._prepare_page()
             options: Any = {"form": self.form, "length": self.length, "call": call}
             options["trust_remote_code"] = self.trust_remote_code
             opened = stored.open_for_cut(self.model, self.data, self.out, **options)
-            plan = make_plan(opened, progress)
+            opened, plan = make_plan(opened, progress)
         folder = opened.plan_folder(plan.cut)
         if not self.as_json:
             output.print_lines([opened.note, str(plan), str(folder)])
@@ -186,15 +196,17 @@ class _Command:
             result = plan.measure(progress)
             written = opened.write(result.cut, progress)
             difference = opened.check(result.model)
-        page = write_whole(page, self._render(result, written))
+        loading = self._list_loading_lines(result, written)
+        page = write_whole(page, render_cut(result, make_model_title(self.model), loading))
         sizes = [human_bytes(count) for count in (written.nbytes, written.nbytes_before)]
         lines = [
             *result.result_lines(),
             f"{written.folder}: {sizes[0]} of tensors, {sizes[1]} before; a new process loads it; "
             f"its outputs are within {difference:.1e} of those in memory",
+            f"form {written.form}: {'; '.join(loading)}",
         ]
         values: dict[str, Any] = {"schema": SCHEMA, **result.values()}
-        values["folder"] = str(written.folder)
+        values |= {"folder": str(written.folder), "form": written.form, "loading": loading}
         values |= {"bytes": written.nbytes, "bytes_before": written.nbytes_before}
         output.print_result(
             page,
@@ -230,18 +242,16 @@ class _Command:
             lines = [f"Nothing is written but {effects}"] if kept else []
         output.print_lines(lines, values if self.as_json else None)
 
-    def _render(self, result: Pruning | Regrouping, written: Written) -> str:
-        from headwise.checkpoints.transformers import auto_class_name
-        from headwise.reports.surgery import render_cut
-        from headwise.scanning.source import make_model_title
+    def _list_loading_lines(self, result: Pruning | Regrouping, written: Written) -> list[str]:
+        """Return the lines of Python that load the folder."""
+        from headwise.surgery.folders import find_loader
 
-        kind, given = auto_class_name(result.model), repr(str(written.folder))
-        if self.trust_remote_code:
+        kind, given = find_loader(written.folder, result.model), repr(str(written.folder))
+        if self.trust_remote_code or written.form == "code":
             given += ", trust_remote_code=True"
-        lines = [f"from transformers import {kind}", f"model = {kind}.from_pretrained({given})"]
         if written.form == "headwise":
-            lines = ["import headwise.surgery", f"model = headwise.surgery.load({given})"]
-        return render_cut(result, make_model_title(self.model), lines)
+            return ["import headwise.surgery", f"model = headwise.surgery.load({given})"]
+        return [f"from transformers import {kind}", f"model = {kind}.from_pretrained({given})"]
 
 
 @contextmanager

@@ -201,7 +201,8 @@ def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, 
     for full, tensor in changed.items():
         path, _, local = full.rpartition(".")
         owner: Any = model.get_submodule(path)
-        requires_grad = owner.weight.requires_grad
+        before = getattr(owner, local, None)
+        requires_grad = (owner.weight if before is None else before).requires_grad
         setattr(owner, local, nn.Parameter(tensor.detach(), requires_grad=requires_grad))
         if local != "weight":
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.fit import Repair
 from headwise.surgery.folders import (
     FolderPlan,
-    Form,
     StoredHeads,
+    Wanted,
     Written,
     check_folder,
     plan_folder,
@@ -36,6 +36,7 @@ from headwise.surgery.folders import (
 )
 from headwise.surgery.maps import How
 from headwise.surgery.models import ModelHeads
+from headwise.surgery.quality import interval
 
 BATCH = 32  # lines that run together
 
@@ -46,7 +47,7 @@ class StoredSubject:
 
     folder: Path  # of the model
     target: Path  # the new folder
-    form: Form  # of the target; see `headwise.surgery.write`
+    form: Wanted  # of the target; see `headwise.surgery.write`
     stored: transformers.StoredModel  # the loaded model
     fit: list[dict[str, Tensor]]  # inputs to choose and fit on
     held_out: list[dict[str, Tensor]]  # inputs to measure on
@@ -58,51 +59,103 @@ class StoredSubject:
         """The file of effects that were measured, beside the target."""
         return self.target.with_name(f".{self.target.name}.headwise-effects.json")
 
-    def plan_prune(self, keep: float, by: By, repair: Repair, progress: Progress) -> PruningPlan:
-        """Return the plan of a pruning; the journal keeps effects.
+    def plan_prune(
+        self, keep: float, by: By, repair: Repair, progress: Progress
+    ) -> tuple[StoredSubject, PruningPlan]:
+        """Return the plan of a pruning, and this with the form that it takes.
+
+        The journal keeps effects. The form "auto" is "plain" where a config can state the plan with
+        as many heads in each layer, and its loss is no more than that of the free plan may be.
 
         Raises:
             OptionError: no pruning of this size can be written in the end.
         """
         require_share(keep)
         heads = ModelHeads(self.stored.model)
+        whole, shifted = heads.whole(), heads.whole()
         if repair != "zero":
             widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
-            whole = heads.whole()
-            try:
-                self.plan_folder(Cut({n: cut.shift(torch.ones(widths[n])) for n, cut in whole}))
-            except OptionError as error:
-                raise OptionError(
-                    saw=f"the mean outputs of heads, for which {self.folder} has no place: "
-                    f"{error.saw}",
-                    needed="an output projection with a bias",
-                    do="{repair} zero",
-                    parameter="repair",
-                ) from error
-        self._require_form(heads.whole(), keep)
-        return plan_prune(
+            shifted = Cut({n: cut.shift(torch.ones(widths[n])) for n, cut in whole})
+            self._require_bias(shifted)
+        subject, obstacle = self, None
+        if self.form == "auto":
+            subject, obstacle = self._find_form(shifted, keep)
+        if subject.form != "auto":
+            subject._require_form(whole, keep)
+        plan = plan_prune(
             self.stored.model,
             self.fit,
             keep=keep,
             held_out=self.held_out,
             by=by,
-            even=self.form == "plain",
+            even=subject.form == "plain",
             repair=repair,
             journal=Journal(self.journal, self._identity(by, repair)),
             progress=progress,
         )
+        if self.form == "auto":
+            return subject._settle_form(plan, obstacle)
+        return subject, plan
 
-    def plan_regroup(self, kv_heads: int, merge: How, progress: Progress) -> RegroupPlan:
-        """Return the plan of a regrouping.
+    def _require_bias(self, shifted: Cut) -> None:
+        try:
+            self.plan_folder(shifted)
+        except OptionError as error:
+            raise OptionError(
+                saw=f"the mean outputs of heads, for which {self.folder} has no place: {error.saw}",
+                needed="an output projection with a bias",
+                do="{repair} zero, or {form} code",
+                parameter={"repair": (), "form": ()},
+            ) from error
+
+    def _find_form(self, whole: Cut, keep: float) -> tuple[StoredSubject, OptionError | None]:
+        """Return this with the only form that is left, and the reason against the form "plain"."""
+        plain, code = (replace(self, form=form) for form in ("plain", "code"))
+        left = _count_units(whole, keep)[1]
+        against_plain, against_code = plain._obstacle(whole, left), code._obstacle(whole, left)
+        if against_code is not None:
+            return plain, against_plain
+        return (self if against_plain is None else code), against_plain
+
+    def _settle_form(
+        self, plan: PruningPlan, obstacle: OptionError | None
+    ) -> tuple[StoredSubject, PruningPlan]:
+        """Return the plan of the form that is better, and this with that form and its reason."""
+        try:
+            even = plan.evenly()
+        except OptionError as error:
+            even, obstacle = plan, obstacle or error
+        before = plan.quality.values(self.stored.model, self.fit)
+        free, same = (each.values_to_fit() - before for each in (plan, even))
+        low, high = interval(free)
+        losses = (
+            f"quality on the sequences to choose on: {float(free.mean()):+.4f}, 95 % interval "
+            f"{low:+.4f} to {high:+.4f}; with the same number in each layer "
+            f"{float(same.mean()):+.4f}"
+        )
+        if obstacle is None and float(same.mean()) >= low:
+            form, why, plan = "plain", "the same number in each layer is within the interval", even
+        elif obstacle is None:
+            form, why = "code", "the same number in each layer loses more"
+        else:
+            form, why = self.form, f"plain transformers cannot state it: {obstacle.saw}"
+        return replace(self, form=form, note=f"{self.note}\n{losses}\nform {form}: {why}"), plan
+
+    def plan_regroup(
+        self, kv_heads: int, merge: How, progress: Progress
+    ) -> tuple[StoredSubject, RegroupPlan]:
+        """Return the plan of a regrouping, and this with the form that it takes.
 
         Raises:
             OptionError: no regrouping to this number can be written in the end.
         """
         heads = ModelHeads(self.stored.model)
         require_fewer(heads, kv_heads)
-        self.plan_folder(Cut({name: layer.merge(kv_heads) for name, layer in heads.whole()}))
+        merged = Cut({name: layer.merge(kv_heads) for name, layer in heads.whole()})
+        form = self.plan_folder(merged).form
         options: dict[str, Any] = {"held_out": self.held_out, "progress": progress}
-        return plan_regroup(self.stored.model, self.fit, kv_heads=kv_heads, merge=merge, **options)
+        plan = plan_regroup(self.stored.model, self.fit, kv_heads=kv_heads, merge=merge, **options)
+        return replace(self, form=form), plan
 
     def plan_folder(self, cut: Cut) -> FolderPlan:
         """Return the files that a cut leads to."""
@@ -135,8 +188,7 @@ class StoredSubject:
         Some classes of transformers want a width that is a multiple of the heads, also where
         head_dim is stated: then only some numbers of heads can go.
         """
-        units = min(cut.num_heads // _unit_size(cut) for _, cut in whole)
-        left = min(max(math.ceil(keep * units - 1e-9), 1), units - 1)
+        units, left = _count_units(whole, keep)
         if (error := self._obstacle(whole, left)) is None:
             return
         if not (fits := [n for n in range(1, units) if self._obstacle(whole, n) is None]):
@@ -148,19 +200,27 @@ class StoredSubject:
             saw=f"{{keep}} {keep:g}, with {left} of {units} {what} in each layer: {error.saw}",
             needed=f"{', '.join(map(str, fits))} of {units} {what}, which plain transformers can "
             "state",
-            do=f"{{keep}} {nearest / units:g}; or {{form}} full, which is no smaller, or {{form}} "
-            "headwise",
+            do=f"{{keep}} {nearest / units:g}; or {{form}} code",
             parameter={"keep": (), "form": ()},
         ) from error
 
     def _obstacle(self, whole: Cut, units: int) -> OptionError | None:
         """Return the reason why so many units of each layer cannot be written alone."""
-        kept = {name: cut.keep(range(units * _unit_size(cut))) for name, cut in whole}
+        kept = {
+            name: replace(cut, steps=()).keep(range(units * _unit_size(cut))).then(*cut.steps)
+            for name, cut in whole
+        }
         try:
             self.plan_folder(Cut(kept))
         except OptionError as error:
             return error
         return None
+
+
+def _count_units(whole: Cut, keep: float) -> tuple[int, int]:
+    """Return the units of a layer that go together, and how many of them a share leaves."""
+    units = min(cut.num_heads // _unit_size(cut) for _, cut in whole)
+    return units, min(max(math.ceil(keep * units - 1e-9), 1), units - 1)
 
 
 def _unit_size(cut: LayerCut) -> int:
@@ -173,7 +233,7 @@ def open_for_cut(
     data: Path | None,
     target: Path,
     *,
-    form: Form,
+    form: Wanted,
     length: int,
     call: str,
     trust_remote_code: bool = False,
