@@ -195,14 +195,14 @@ class _Command:
         with output.progress_bar(console, "measuring") as progress:
             result = plan.measure(progress)
             written = opened.write(result.cut, progress)
-            difference = opened.check(result.model)
+            difference = opened.check(result.cut, result.model)
         loading = self._list_loading_lines(result, written)
         page = write_whole(page, render_cut(result, make_model_title(self.model), loading))
         sizes = [human_bytes(count) for count in (written.nbytes, written.nbytes_before)]
         lines = [
             *result.result_lines(),
             f"{written.folder}: {sizes[0]} of tensors, {sizes[1]} before; a new process loads it; "
-            f"its outputs are within {difference:.1e} of those in memory",
+            f"its outputs are within {difference:.1e} of the same cut at full size",
             f"form {written.form}: {'; '.join(loading)}",
         ]
         values: dict[str, Any] = {"schema": SCHEMA, **result.values()}

@@ -79,7 +79,7 @@ def make_code_config(
 def dump_config(values: Mapping[str, Any]) -> str:
     """Return a config as JSON, with each shape on one line."""
     text = json.dumps(values, indent=2) + "\n"
-    return re.sub(r"\[[\d,\s]*\]", lambda match: " ".join(match[0].split()), text)
+    return re.sub(r"\[\s*(\d[\d,\s]*?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text)
 
 
 def _find_modules(original: Any, made: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:

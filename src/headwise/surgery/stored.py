@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import transformers
+from headwise.checkpoints.config import read_config
 from headwise.checkpoints.conversion import require_usable_target
 from headwise.checkpoints.source import open_source
 from headwise.errors import OptionError
@@ -23,7 +26,7 @@ from headwise.support.text import describe_count
 from headwise.surgery._prune import PruningPlan, plan_prune, require_share
 from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
 from headwise.surgery.choice import By, Journal
-from headwise.surgery.cut import Cut, LayerCut
+from headwise.surgery.cut import Cut, LayerCut, full_size
 from headwise.surgery.fit import Repair
 from headwise.surgery.folders import (
     FolderPlan,
@@ -35,6 +38,7 @@ from headwise.surgery.folders import (
     write,
 )
 from headwise.surgery.maps import How
+from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.quality import interval
 
@@ -169,8 +173,14 @@ class StoredSubject:
         self.journal.unlink(missing_ok=True)
         return written
 
-    def check(self, model: Any) -> float:
-        """Load the folder in a new process; return the largest difference of its outputs."""
+    def check(self, cut: Cut, model: Any) -> float:
+        """Load the folder in a new process; return the largest difference of its outputs.
+
+        It is compared with the original, whose output projections are zero where heads are gone;
+        or with the cut ``model`` in memory, where no cut of the original's sizes is the same.
+        """
+        with suppress(OptionError):
+            model = cut_model(full_size(cut), self.stored.model)
         inputs = {name: x[:2] for name, x in self.held_out[0].items()}
         trusted = self.trust_remote_code
         return check_folder(self.target, model, inputs, trust_remote_code=trusted)
@@ -178,8 +188,10 @@ class StoredSubject:
     def _identity(self, *options: str) -> str:
         digest = hashlib.sha256(open_source(self.folder).source_digest().encode())
         for given in (*self.fit, *self.held_out):
-            digest.update(given["input_ids"].numpy().tobytes())
-        digest.update(repr(options).encode())
+            for name in sorted(given):
+                digest.update(name.encode() + given[name].numpy().tobytes())
+        versions = [version(name) for name in ("headwise", "torch", "transformers")]
+        digest.update(repr((options, versions, read_config(self.folder))).encode())
         return digest.hexdigest()
 
     def _require_form(self, whole: Cut, keep: float) -> None:
