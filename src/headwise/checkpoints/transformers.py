@@ -405,6 +405,18 @@ def auto_class_name(model: Any) -> str:
     return next((n for n, code in auto_map.items() if str(code).endswith(f".{kind}")), kind)
 
 
+def list_auto_classes(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield the names of the Auto classes that load models of a config, and of their classes."""
+    transformers = import_module("transformers")
+    choose = import_module("transformers.models.auto.auto_factory")._get_model_class
+    for auto in sorted(name for name in dir(transformers) if name.startswith("Auto")):
+        mapping = getattr(getattr(transformers, auto), "_model_mapping", ())
+        if type(config) in mapping:
+            kind = choose(config, mapping).__name__
+            if hasattr(transformers, kind):
+                yield auto, kind
+
+
 def class_of_config(
     transformers: Any, values: Mapping[str, Any], code: Path | None = None
 ) -> tuple[Any, Any]:

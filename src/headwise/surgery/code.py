@@ -10,16 +10,15 @@ import copy
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.checkpoints import config as configs
 from headwise.checkpoints.config import CUT
 from headwise.checkpoints.places import Place
-from headwise.checkpoints.transformers import CONFIG, make_empty_model
+from headwise.checkpoints.transformers import CONFIG, list_auto_classes, make_empty_model
 from headwise.errors import OptionError
 from headwise.function.weights import State
 from headwise.surgery.cut import Cut
@@ -55,7 +54,7 @@ def make_code_config(
             do='{form} "full" or "headwise", which keep this code',
             parameter="form",
         )
-    changed = {}
+    changed = dict[str, Tensor]()
     for name, state in states:
         changed |= pack_in_memory(heads.places[name], state, heads.places[name].sizes(heads.state))
     made = copy.deepcopy(heads.model)
@@ -88,7 +87,7 @@ def _find_modules(original: Any, made: nn.Module) -> Iterator[tuple[str, dict[st
     prefix = f"{original.base_model_prefix}."
     for name, module in made.named_modules():
         old = vars(before[name])
-        sizes = {
+        sizes: dict[str, Any] = {
             attribute: value
             for attribute, value in vars(module).items()
             if isinstance(value, int | str) and old.get(attribute) != value
@@ -103,22 +102,14 @@ def _find_modules(original: Any, made: nn.Module) -> Iterator[tuple[str, dict[st
 
 def _list_classes(original: Any) -> Iterator[tuple[str, str]]:
     """Yield the Auto classes of transformers that load a model, each with the name in the file."""
-    transformers, kinds = import_module("transformers"), set[str]()
-    choose = import_module("transformers.models.auto.auto_factory")._get_model_class
-    config = original.config
-    yield "AutoConfig", f"{FILE.stem}.Cut{type(config).__name__}"
-    for auto in sorted(name for name in dir(transformers) if name.startswith("Auto")):
-        mapping = getattr(getattr(transformers, auto), "_model_mapping", ())
-        if type(config) not in mapping:
-            continue
-        kind = choose(config, mapping).__name__
-        if hasattr(transformers, kind):
-            kinds.add(kind)
-            yield auto, f"{FILE.stem}.{kind}"
-    if (kind := type(original).__name__) not in kinds:
+    yield "AutoConfig", f"{FILE.stem}.Cut{type(original.config).__name__}"
+    classes = dict(list_auto_classes(original.config))
+    if (kind := type(original).__name__) not in classes.values():
         raise OptionError(
             saw=f"{kind}, which no Auto class of transformers loads",
             needed='an Auto class for the form "code"',
             do='{form} "full" or "headwise"',
             parameter="form",
         )
+    for auto, name in classes.items():
+        yield auto, f"{FILE.stem}.{name}"

@@ -516,7 +516,7 @@ def check_folder(
 
 def find_loader(folder: Path, model: Any) -> str:
     """Return the name in transformers of the class that loads the folder of a model."""
-    kind, auto_map = auto_class_name(model), read_config(folder).section("auto_map") or {}
+    kind, auto_map = auto_class_name(model), dict(read_config(folder).get("auto_map") or {})
     return next((n for n, code in auto_map.items() if code == f"{FILE.stem}.{kind}"), kind)
 
 

@@ -114,7 +114,7 @@ class StoredSubject:
 
     def _find_form(self, whole: Cut, keep: float) -> tuple[StoredSubject, OptionError | None]:
         """Return this with the only form that is left, and the reason against the form "plain"."""
-        plain, code = (replace(self, form=form) for form in ("plain", "code"))
+        plain, code = replace(self, form="plain"), replace(self, form="code")
         left = _count_units(whole, keep)[1]
         against_plain, against_code = plain._obstacle(whole, left), code._obstacle(whole, left)
         if against_code is not None:
@@ -137,6 +137,7 @@ class StoredSubject:
             f"{low:+.4f} to {high:+.4f}; with the same number in each layer "
             f"{float(same.mean()):+.4f}"
         )
+        form: Wanted
         if obstacle is None and float(same.mean()) >= low:
             form, why, plan = "plain", "the same number in each layer is within the interval", even
         elif obstacle is None:
