@@ -6,6 +6,8 @@ biases are added, by hand.
 
 import copy
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,9 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headwise.checkpoints import load_attention
 from headwise.errors import OptionError
+from headwise.models.text import read_sentences
 from headwise.surgery import Cut, ModelHeads, check_folder, load, write
 from headwise.surgery.folders import output_budget
 from tests.quick import others_slow
+from tests.root import ROOT
 from tests.surgery.families import FAMILIES as SMALL
 from tests.surgery.families import HEADS, SPECIAL, VOCABULARY, WIDTH, inputs_of, output_of
 
@@ -273,3 +277,27 @@ def test_the_file_is_short_and_the_same_for_all(tmp_path: Path) -> None:
     assert len(texts) == 1
     lines = texts.pop().splitlines()
     assert len(lines) <= 60
+
+
+@pytest.mark.slow
+def test_the_command_of_the_readme_ends_in_a_folder_that_loads(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    [line] = [each for each in text.splitlines() if each.startswith('headwise prune "$(')]
+    sentences = [sentence for half in read_sentences() for sentence in half[:4]]
+    (tmp_path / "lines.txt").write_text("\n".join(sentences))
+    tools = str(Path(sys.executable).parent)
+    done = subprocess.run(
+        f"{line} --data lines.txt",
+        shell=True,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    [printed] = re.findall(r"(?m)^form code: (from transformers .*)$", done.stdout)
+    pasted: dict[str, Any] = {}
+    exec(printed, pasted)
+    counts = [layer.attention.self.num_attention_heads for layer in pasted["model"].encoder.layer]
+    assert sum(counts) == 54
