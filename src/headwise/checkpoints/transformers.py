@@ -328,8 +328,8 @@ def _require_no_pruned_heads(folder: Path, transformers: Any) -> None:
             saw=f"{folder} with pruned_heads in layers {', '.join(sorted(pruned))}, and "
             f"transformers {transformers.__version__}",
             needed="transformers 4, whose classes build layers with fewer heads",
-            do="pip install 'transformers<5'; headwise detect, convert, verify and load_attention "
-            "read these weights with any version",
+            do=f"headwise prune {folder} --keep 1.0 --out NEW_DIR, which takes no head, and writes "
+            "a folder that loads",
         )
 
 

@@ -17,8 +17,8 @@ from headwise.support.files import make_parent_and_require_writable, write_whole
 from headwise.support.text import human_bytes
 
 if TYPE_CHECKING:
-    from headwise.surgery._prune import Pruning, PruningPlan
-    from headwise.surgery._regroup import Regrouping, RegroupPlan
+    from headwise.surgery._prune import PruningPlan
+    from headwise.surgery._regroup import RegroupPlan
     from headwise.surgery.folders import Written
     from headwise.surgery.stored import StoredSubject
 
@@ -49,7 +49,9 @@ Form = Annotated[
 ]
 Length = Annotated[int, typer.Option(min=2, help="Most tokens of a line.")]
 Page = Annotated[Path | None, typer.Option(help="The HTML page to write.", show_default="OUT.html")]
-Keep = Annotated[float, typer.Option(help="The share of heads that stays.")]
+Keep = Annotated[
+    float, typer.Option(help="The share of heads that stays; 1.0 takes none, and measures nothing.")
+]
 By = Annotated[
     Literal["ablation", "gradient"], typer.Option(help="How the importance of a head is measured.")
 ]
@@ -118,7 +120,10 @@ def prune(
 
     call = f"prune(model, inputs, {keep=}, {by=}, {repair=}, even={form == 'plain'})"
     shared = _Command(model, data, out, form, length, page, trust_remote_code, dry_run, as_json)
-    shared.run(call, make_plan)
+    if keep == 1:
+        shared.write_whole_model()
+    else:
+        shared.run(call, make_plan)
 
 
 def regroup(
@@ -196,7 +201,7 @@ class _Command:
             result = plan.measure(progress)
             written = opened.write(result.cut, progress)
             difference = opened.check(result.cut, result.model)
-        loading = self._list_loading_lines(result, written)
+        loading = self._list_loading_lines(result.model, written)
         page = write_whole(page, render_cut(result, make_model_title(self.model), loading))
         sizes = [human_bytes(count) for count in (written.nbytes, written.nbytes_before)]
         lines = [
@@ -214,6 +219,21 @@ class _Command:
             show=lambda console: console.print(*lines, sep="\n", markup=False, soft_wrap=True),
             as_json=(lambda: values) if self.as_json else None,
         )
+
+    def write_whole_model(self) -> None:
+        """Write the folder without a cut: one with ``pruned_heads`` then loads again."""
+        from headwise.surgery import Cut, load, plan_folder, write
+
+        options: Any = {"form": self.form, "trust_remote_code": self.trust_remote_code}
+        plan = plan_folder(Cut(), self.model, **options)
+        lines, values = [f"no head is taken, and nothing measured: {plan}"], {"schema": SCHEMA}
+        if not self.dry_run:
+            written = write(Cut(), self.model, self.out, **options)
+            model = load(written.folder, trust_remote_code=self.trust_remote_code)
+            loading = self._list_loading_lines(model, written)
+            lines.append(f"form {written.form}: {'; '.join(loading)}")
+            values |= {"folder": str(written.folder), "form": written.form, "loading": loading}
+        output.print_lines(lines, values if self.as_json else None)
 
     def _prepare_page(self) -> Path:
         """Return the path of the page; raise where it could not be written in the end."""
@@ -242,11 +262,11 @@ class _Command:
             lines = [f"Nothing is written but {effects}"] if kept else []
         output.print_lines(lines, values if self.as_json else None)
 
-    def _list_loading_lines(self, result: Pruning | Regrouping, written: Written) -> list[str]:
+    def _list_loading_lines(self, model: Any, written: Written) -> list[str]:
         """Return the lines of Python that load the folder."""
         from headwise.surgery.folders import find_loader
 
-        kind, given = find_loader(written.folder, result.model), repr(str(written.folder))
+        kind, given = find_loader(written.folder, model), repr(str(written.folder))
         if self.trust_remote_code or written.form == "code":
             given += ", trust_remote_code=True"
         if written.form == "headwise":

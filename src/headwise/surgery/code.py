@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headwise.checkpoints import config as configs
@@ -73,6 +74,27 @@ def make_code_config(
     }
     auto_map = dict(_list_classes(original))
     return PlainConfig({**whole, "model_type": CUT, "auto_map": auto_map, CUT: described})
+
+
+def state_pruned_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with ``pruned_heads``, which transformers 4 wrote, as one of the form "code".
+
+    Its model_type stays that of the original, as `headwise.checkpoints.config.read_config` has it.
+    """
+    whole = {name: value for name, value in config.items() if name != "pruned_heads"}
+    gone = {int(layer): numbers for layer, numbers in config["pruned_heads"].items()}
+    heads = HeadPlaces(make_empty_model(whole))
+    layers, states = {}, dict[str, State]()
+    for name, layer in heads.whole():
+        place = heads.places[name]
+        if numbers := gone.get(place.module.layer):
+            layers[name] = layer.drop(numbers)
+            shapes = place.read(heads.state).items()
+            zeros = {tensor: torch.zeros(x.shape) for tensor, x in shapes}
+            states[name] = layers[name].apply(zeros, heads.specs[name])
+    cut = Cut(layers)
+    made = make_code_config(heads, cut, states.items(), whole, heads.places)
+    return {**made.values, "model_type": whole["model_type"]}
 
 
 def dump_config(values: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headwise.checkpoints.config import read_config
+from headwise.checkpoints.config import CUT, ConfigFields, read_config
 from headwise.checkpoints.conversion import (
     OutputPlan,
     WritePlan,
@@ -60,7 +60,7 @@ from headwise.scanning.labels import FORM, RECORD
 from headwise.support.arguments import require_choice
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import human_bytes, list_some
-from headwise.surgery.code import FILE, dump_config, make_code_config
+from headwise.surgery.code import FILE, dump_config, make_code_config, state_pruned_heads
 from headwise.surgery.cut import Cut, LayerCut, full_size
 from headwise.surgery.models import HeadPlaces, ModelHeads, pack, pack_in_memory, resize
 from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
@@ -92,6 +92,8 @@ class StoredHeads:
         self.folder, self.source = folder, open_source(folder)
         self.config = read_config(folder)
         _require_plain_folder(folder, self.source, self.config)
+        if self.config.section("pruned_heads"):
+            self.config = ConfigFields(state_pruned_heads(self.config), origin=str(folder))
         code = find_trusted_code(folder, self.config, trusted=trust_remote_code)
         self.heads = HeadPlaces(make_empty_model(self.config, code))
         files = find_places(self.source.headers, self.config)
@@ -205,6 +207,8 @@ def plan_folder(
     config = PlainConfig(stored.config)
     if form in ("auto", "plain", "full"):
         config = find_plain_config(stored.heads, states.items(), stored.config)
+        if CUT in stored.config:
+            config = PlainConfig(stored.config, obstacle=f"{source}, whose layers differ already")
         if config.obstacle and form != "auto":
             raise _no_plain_form(config.obstacle, cut, form)
     if form == "auto":
