@@ -33,7 +33,7 @@ MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
     "checkpoints": 5_510,
-    "cli": 1_960,
+    "cli": 1_990,
     "diagnosis": 13_100,
     "function": 3_010,
     "huggingface": 900,
@@ -48,7 +48,7 @@ MOST_LINES_OF_A_ROOM = {
     "sharding": 2_800,
     "study": 4_950,
     "support": 1_130,
-    "surgery": 4_600,
+    "surgery": 4_620,
 }
 # Letters of a module's name, which is read with its folder.
 MOST_LETTERS, MOST_LETTERS_OF_NINE_IN_TEN, MEDIAN_LETTERS = 20, 14, 9

@@ -62,6 +62,16 @@ Repair = Annotated[
         "is fitted where held-out tokens agree."
     ),
 ]
+Rounds = Annotated[
+    int, typer.Option(min=1, help="1, or more to measure again without the heads that are gone.")
+]
+Take = Annotated[
+    Literal["groups", "heads"] | None,
+    typer.Option(
+        help="What goes at once: a kv head with its query heads, or one query head of each.",
+        show_default="groups where the share takes one, else heads",
+    ),
+]
 DryPrune = Annotated[
     bool,
     typer.Option(
@@ -96,6 +106,8 @@ def prune(
     out: Out,
     keep: Keep = 0.75,
     by: By = "ablation",
+    rounds: Rounds = 1,
+    take: Take = None,
     repair: Repair = "mean",
     form: Form = "auto",
     length: Length = 128,
@@ -116,9 +128,9 @@ def prune(
         opened: StoredSubject, progress: output.Progress
     ) -> tuple[StoredSubject, PruningPlan]:
         with _saying_how_to_resume(opened.journal):
-            return opened.plan_prune(keep, by, repair, progress)
+            return opened.plan_prune(keep, by, repair, progress, rounds=rounds, take=take)
 
-    call = f"prune(model, inputs, {keep=}, {by=}, {repair=}, even={form == 'plain'})"
+    call = f"prune(model, inputs, {keep=}, {by=}, {rounds=}, {repair=}, even={form == 'plain'})"
     shared = _Command(model, data, out, form, length, page, trust_remote_code, dry_run, as_json)
     if keep == 1:
         shared.write_whole_model()
@@ -226,7 +238,8 @@ class _Command:
 
         options: Any = {"form": self.form, "trust_remote_code": self.trust_remote_code}
         plan = plan_folder(Cut(), self.model, **options)
-        lines, values = [f"no head is taken, and nothing measured: {plan}"], {"schema": SCHEMA}
+        lines = [f"no head is taken, and nothing measured: {plan}"]
+        values: dict[str, Any] = {"schema": SCHEMA}
         if not self.dry_run:
             written = write(Cut(), self.model, self.out, **options)
             model = load(written.folder, trust_remote_code=self.trust_remote_code)

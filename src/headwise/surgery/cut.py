@@ -372,12 +372,12 @@ def _read_value(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def full_size(cut: Cut) -> Cut:
+def full_size(cut: Cut, *, in_place: bool = False) -> Cut:
     """Return the cut of the same function that leaves every layer its numbers of heads.
 
-    Heads that are taken out become zero; merged kv heads become equal copies. Heads that are moved
-    stay at their places, unless they are merged then. The outputs are those of the given cut up to
-    rounding.
+    Heads that are taken out become zero; merged kv heads become equal copies. The outputs are those
+    of the given cut up to rounding. With ``in_place``, heads that are moved stay at their places,
+    unless they are merged then.
 
     Raises:
         OptionError: a merge or another basis after heads were taken out, or more kv heads than
@@ -389,7 +389,7 @@ def full_size(cut: Cut) -> Cut:
         at = [*range(layer.num_heads)]  # head of the cut layer -> head of the full one
         for number, step in enumerate(layer.steps):
             is_mapped = any(isinstance(each, Merge | Basis) for each in layer.steps[number:])
-            full, at = _add_step(full, at, step, may_move=is_mapped)
+            full, at = _add_step(full, at, step, may_move=is_mapped or not in_place)
         left, before = len(full.origins.kv), layer.num_kv_heads
         if left > before:
             raise _no_full_size(f"{left} kv heads, where the model has {before}")

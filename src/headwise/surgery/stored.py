@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from headwise.support.progress import Progress
 from headwise.support.text import describe_count
 from headwise.surgery._prune import PruningPlan, plan_prune, require_share
 from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
-from headwise.surgery.choice import By, Journal
+from headwise.surgery.choice import By, Journal, Take
 from headwise.surgery.cut import Cut, LayerCut, full_size
 from headwise.surgery.fit import Repair
 from headwise.surgery.folders import (
@@ -40,7 +41,7 @@ from headwise.surgery.folders import (
 from headwise.surgery.maps import How
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
-from headwise.surgery.quality import interval
+from headwise.surgery.quality import describe_interval, interval
 
 BATCH = 32  # lines that run together
 
@@ -64,12 +65,20 @@ class StoredSubject:
         return self.target.with_name(f".{self.target.name}.headwise-effects.json")
 
     def plan_prune(
-        self, keep: float, by: By, repair: Repair, progress: Progress
+        self,
+        keep: float,
+        by: By,
+        repair: Repair,
+        progress: Progress,
+        *,
+        rounds: int = 1,
+        take: Take | None = None,
     ) -> tuple[StoredSubject, PruningPlan]:
         """Return the plan of a pruning, and this with the form that it takes.
 
         The journal keeps effects. The form "auto" is "plain" where a config can state the plan with
         as many heads in each layer, and its loss is no more than that of the free plan may be.
+        Without ``take`` whole groups go, or single heads where one group is more than may go.
 
         Raises:
             OptionError: no pruning of this size can be written in the end.
@@ -81,17 +90,20 @@ class StoredSubject:
             widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
             shifted = Cut({n: cut.shift(torch.ones(widths[n])) for n, cut in whole})
             self._require_bias(shifted)
+        take = _choose_take(whole, keep, take, even=self.form == "plain")
         subject, obstacle = self, None
         if self.form == "auto":
-            subject, obstacle = self._find_form(shifted, keep)
+            subject, obstacle = self._find_form(shifted, keep, take)
         if subject.form != "auto":
-            subject._require_form(whole, keep)
+            subject._require_form(whole, keep, take)
         plan = plan_prune(
             self.stored.model,
             self.fit,
             keep=keep,
             held_out=self.held_out,
             by=by,
+            rounds=rounds,
+            take=take,
             even=subject.form == "plain",
             repair=repair,
             journal=Journal(self.journal, self._identity(by, repair)),
@@ -112,11 +124,13 @@ class StoredSubject:
                 parameter={"repair": (), "form": ()},
             ) from error
 
-    def _find_form(self, whole: Cut, keep: float) -> tuple[StoredSubject, OptionError | None]:
+    def _find_form(
+        self, whole: Cut, keep: float, take: Take
+    ) -> tuple[StoredSubject, OptionError | None]:
         """Return this with the only form that is left, and the reason against the form "plain"."""
         plain, code = replace(self, form="plain"), replace(self, form="code")
-        left = _count_units(whole, keep)[1]
-        against_plain, against_code = plain._obstacle(whole, left), code._obstacle(whole, left)
+        left = _count_units(whole, keep, take)[1]
+        against_plain, against_code = (x._obstacle(whole, left, take) for x in (plain, code))
         if against_code is not None:
             return plain, against_plain
         return (self if against_plain is None else code), against_plain
@@ -125,25 +139,25 @@ class StoredSubject:
         self, plan: PruningPlan, obstacle: OptionError | None
     ) -> tuple[StoredSubject, PruningPlan]:
         """Return the plan of the form that is better, and this with that form and its reason."""
-        try:
+        why, even = "" if obstacle is None else obstacle.saw, plan
+        with suppress(OptionError):
             even = plan.evenly()
-        except OptionError as error:
-            even, obstacle = plan, obstacle or error
+        if even is plan:
+            why = why or "as many heads of each layer are more than may go"
         before = plan.quality.values(self.stored.model, self.fit)
         free, same = (each.values_to_fit() - before for each in (plan, even))
-        low, high = interval(free)
         losses = (
-            f"quality on the sequences to choose on: {float(free.mean()):+.4f}, 95 % interval "
-            f"{low:+.4f} to {high:+.4f}; with the same number in each layer "
+            f"quality on the sequences to choose on: {float(free.mean()):+.4f}, "
+            f"{describe_interval(free)}; with the same number in each layer "
             f"{float(same.mean()):+.4f}"
         )
-        form: Wanted
-        if obstacle is None and float(same.mean()) >= low:
+        form: Wanted = "code" if self.form == "auto" else self.form
+        if why:
+            why = f"plain transformers cannot state it: {why}"
+        elif float(same.mean()) >= interval(free)[0]:
             form, why, plan = "plain", "the same number in each layer is within the interval", even
-        elif obstacle is None:
-            form, why = "code", "the same number in each layer loses more"
         else:
-            form, why = self.form, f"plain transformers cannot state it: {obstacle.saw}"
+            why = "the same number in each layer loses more"
         return replace(self, form=form, note=f"{self.note}\n{losses}\nform {form}: {why}"), plan
 
     def plan_regroup(
@@ -181,7 +195,7 @@ class StoredSubject:
         or with the cut ``model`` in memory, where no cut of the original's sizes is the same.
         """
         with suppress(OptionError):
-            model = cut_model(full_size(cut), self.stored.model)
+            model = cut_model(full_size(cut, in_place=True), self.stored.model)
         inputs = {name: x[:2] for name, x in self.held_out[0].items()}
         trusted = self.trust_remote_code
         return check_folder(self.target, model, inputs, trust_remote_code=trusted)
@@ -195,19 +209,19 @@ class StoredSubject:
         digest.update(repr((options, versions, read_config(self.folder))).encode())
         return digest.hexdigest()
 
-    def _require_form(self, whole: Cut, keep: float) -> None:
+    def _require_form(self, whole: Cut, keep: float, take: Take) -> None:
         """Raise OptionError where no cut of this size can be written in the form.
 
         Some classes of transformers want a width that is a multiple of the heads, also where
         head_dim is stated: then only some numbers of heads can go.
         """
-        units, left = _count_units(whole, keep)
-        if (error := self._obstacle(whole, left)) is None:
+        units, left = _count_units(whole, keep, take)
+        if (error := self._obstacle(whole, left, take)) is None:
             return
-        if not (fits := [n for n in range(1, units) if self._obstacle(whole, n) is None]):
+        if not (fits := [n for n in range(1, units) if self._obstacle(whole, n, take) is None]):
             raise error
         nearest = min(fits, key=lambda n: abs(n - left))
-        grouped = any(_unit_size(cut) > 1 for _, cut in whole)
+        grouped = any(len(_list_units(cut, take)[0]) > 1 for _, cut in whole)
         what = "groups of heads" if grouped else "heads"
         raise OptionError(
             saw=f"{{keep}} {keep:g}, with {left} of {units} {what} in each layer: {error.saw}",
@@ -217,10 +231,12 @@ class StoredSubject:
             parameter={"keep": (), "form": ()},
         ) from error
 
-    def _obstacle(self, whole: Cut, units: int) -> OptionError | None:
+    def _obstacle(self, whole: Cut, units: int, take: Take) -> OptionError | None:
         """Return the reason why so many units of each layer cannot be written alone."""
         kept = {
-            name: replace(cut, steps=()).keep(range(units * _unit_size(cut))).then(*cut.steps)
+            name: replace(cut, steps=())
+            .keep(sorted(chain(*_list_units(cut, take)[:units])))
+            .then(*cut.steps)
             for name, cut in whole
         }
         try:
@@ -230,15 +246,43 @@ class StoredSubject:
         return None
 
 
-def _count_units(whole: Cut, keep: float) -> tuple[int, int]:
+def _choose_take(whole: Cut, keep: float, take: Take | None, *, even: bool) -> Take:
+    """Return what goes at once: whole groups, if none is named and the share takes one.
+
+    Raises:
+        OptionError: as many heads may not go.
+    """
+    total = sum(cut.num_heads for _, cut in whole)
+    may_go = total - math.ceil(keep * total - 1e-9)
+    least = dict[Take, int]()
+    for way in get_args(Take):
+        units = (_list_units(cut, way) for _, cut in whole)
+        sizes = [len(each[0]) for each in units if len(each) > 1] or [0]
+        least[way] = sum(sizes) if even else min(sizes)
+    chosen: Take = take or ("groups" if least["groups"] <= may_go else "heads")
+    if least[chosen] > may_go:
+        raise OptionError(
+            saw=f"{{keep}} {keep:g}, with which at most {describe_count(may_go, 'head')} may go",
+            needed=f"at least {least[chosen]}: as many go at once",
+            do="a smaller {keep}, {take} heads, or {form} code, in which layers may differ",
+            parameter={"keep": (), "take": (), "form": ()},
+        )
+    return chosen
+
+
+def _count_units(whole: Cut, keep: float, take: Take) -> tuple[int, int]:
     """Return the units of a layer that go together, and how many of them a share leaves."""
-    units = min(cut.num_heads // _unit_size(cut) for _, cut in whole)
+    units = min(len(_list_units(cut, take)) for _, cut in whole)
     return units, min(max(math.ceil(keep * units - 1e-9), 1), units - 1)
 
 
-def _unit_size(cut: LayerCut) -> int:
-    """Return how many heads go together: those of a kv head, or one if there is one kv head."""
-    return cut.num_heads // cut.num_kv_heads if cut.num_kv_heads > 1 else 1
+def _list_units(cut: LayerCut, take: Take) -> list[list[int]]:
+    """Return the heads that go together: of a kv head, or one of each; see `Search`."""
+    kv_heads, group = cut.num_kv_heads, cut.num_heads // cut.num_kv_heads
+    starts = range(0, cut.num_heads, group)
+    if group > 1 and (take == "heads" or kv_heads == 1):
+        return [[start + place for start in starts] for place in range(group)]
+    return [[*range(start, start + group)] for start in starts]
 
 
 def open_for_cut(
