@@ -271,6 +271,15 @@ def test_a_model_with_code_of_its_own_keeps_to_the_other_forms(tmp_path: Path) -
     write(cut, tmp_path / "source", tmp_path / "cut", form="headwise", **options)
 
 
+def test_a_class_that_counts_heads_elsewhere_is_refused(tmp_path: Path) -> None:
+    """Phi-3 takes the number of heads from the config of all layers."""
+    model = made("Phi3ForCausalLM", **SIZES)()
+    model.save_pretrained(tmp_path / "source")
+    with pytest.raises(OptionError, match="Phi3ForCausalLM, which does not run at these sizes"):
+        write(cut_of(model, mean=False), tmp_path / "source", tmp_path / "cut")
+    assert not (tmp_path / "cut").exists()
+
+
 def test_the_file_is_short_and_the_same_for_all(tmp_path: Path) -> None:
     texts = {
         (written(family, tmp_path / family)[3] / "modeling_cut.py").read_text("utf-8")

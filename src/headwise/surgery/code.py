@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from headwise.checkpoints import config as configs
 from headwise.checkpoints.config import CUT
 from headwise.checkpoints.places import Place
+from headwise.checkpoints.skeleton import list_run_errors
 from headwise.checkpoints.transformers import CONFIG, list_auto_classes, make_empty_model
 from headwise.errors import OptionError
 from headwise.function.weights import State
@@ -46,7 +47,8 @@ def make_code_config(
         files: the place of each attention in the folder.
 
     Raises:
-        OptionError: a model whose code is in its folder, or that no Auto class loads.
+        OptionError: a model whose code is in its folder, that no Auto class loads, or whose class
+            takes the numbers of heads from elsewhere.
     """
     if stored.get("auto_map") and CUT not in stored:
         raise OptionError(
@@ -67,6 +69,7 @@ def make_code_config(
     for name, spec in heads.specs.items():
         left = cut.layers.get(name, before[name]).origins
         counts[files[name].name] = [len(left.query), len(left.kv), int(spec.head_dim)]
+    _require_runs(original, made)
     described = {
         "model_type": whole["model_type"],
         "heads": counts,
@@ -74,6 +77,27 @@ def make_code_config(
     }
     auto_map = dict(_list_classes(original))
     return PlainConfig({**whole, "model_type": CUT, "auto_map": auto_map, CUT: described})
+
+
+def _require_runs(original: Any, made: Any) -> None:
+    """Raise OptionError where the class runs at its sizes on the meta device, and not at others.
+
+    Phi-3 takes the number of heads from the config of all layers, for one.
+    """
+    given = {name: x.to("meta") for name, x in original.dummy_inputs.items()}
+    for model in (original, made):
+        try:
+            with torch.no_grad():
+                model(**given)
+        except list_run_errors() as error:
+            if model is original:
+                return
+            raise OptionError(
+                saw=f"{type(original).__name__}, which does not run at these sizes: {error}",
+                needed="a class that takes the numbers of heads from its attention modules",
+                do='{form} "plain", with as many heads in each layer, or "full"',
+                parameter="form",
+            ) from error
 
 
 def state_pruned_heads(config: Mapping[str, Any]) -> dict[str, Any]:
