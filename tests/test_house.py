@@ -32,8 +32,8 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 5_900,
-    "cli": 1_950,
+    "checkpoints": 6_010,
+    "cli": 1_990,
     "diagnosis": 13_350,
     "function": 4_050,
     "huggingface": 900,
@@ -48,7 +48,7 @@ MOST_LINES_OF_A_ROOM = {
     "sharding": 2_800,
     "study": 4_950,
     "support": 1_140,
-    "surgery": 4_300,
+    "surgery": 4_650,
 }
 # Letters of a module's name, which is read with its folder.
 MOST_LETTERS, MOST_LETTERS_OF_NINE_IN_TEN, MEDIAN_LETTERS = 20, 14, 9

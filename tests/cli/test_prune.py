@@ -61,10 +61,10 @@ def test_plain_transformers_loads_the_smaller_model(
 ) -> None:
     before = {path: path.read_bytes() for path in folders["llama"].iterdir()}
     out = tmp_path / "smaller"
-    text = run(folders["llama"], "--data", data, "--out", out, "--keep", 0.75)
+    text = run(folders["llama"], "--data", data, "--out", out, "--form", "plain")
     assert "12 of 16 heads stay, 4 go, chosen by ablation" in text
     assert "num_attention_heads 6, num_key_value_heads 3; plain transformers loads" in text
-    assert text.index("predicted change") < text.index("95 % interval") < text.index("The page:")
+    assert text.index("predicted change") < text.index("too few sequences for an interval, 8 of 10")
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (6, 3)
     gone = Cut.load(out / "cut.json").gone
@@ -83,7 +83,7 @@ def test_plain_transformers_loads_the_smaller_model(
 def test_a_dry_run_writes_the_effects_alone(
     folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [folders["llama"], "--data", data, "--out", tmp_path / "new"]
+    command = [folders["llama"], "--data", data, "--out", tmp_path / "new", "--form", "plain"]
     text = run(*command, "--dry-run")
     assert "plain transformers loads the folder" in text
     journal = tmp_path / ".new.headwise-effects.json"
@@ -101,17 +101,18 @@ def test_a_width_that_no_config_states_is_refused_before_the_work(
     folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "ablations", lambda *_, **__: pytest.fail("it measured heads"))
-    error = refused(folders["bert"], "--data", data, "--out", tmp_path / "new")
+    command = ["--data", data, "--out", tmp_path / "new", "--form", "plain"]
+    error = refused(folders["bert"], *command)
     assert "hidden size" in error.saw
-    assert '"full", the same outputs at full size, or "headwise"' in error.do
+    assert '"full", the same outputs at full size, or "code"' in error.do
 
 
 def test_a_mean_without_a_place_is_refused_before_the_work(data: Path, tmp_path: Path) -> None:
     folder = stored(tmp_path / "qwen", FAMILIES["qwen2"]())
     command = [folder, "--data", data, "--out", tmp_path / "new", "--keep", 0.6]
-    error = refused(*command)
+    error = refused(*command, "--form", "plain")
     assert "o_proj.bias" in error.saw
-    assert error.lines(output.option_text)[2] == "--repair zero"
+    assert error.lines(output.option_text)[2] == "--repair zero, or --form code"
 
 
 @pytest.mark.usefixtures("checked_here")
@@ -137,7 +138,7 @@ def test_without_a_tokenizer_the_advice_writes_the_folder(
     ids = torch.randint(5, 15, (8, 9), generator=torch.Generator().manual_seed(0))
     names = {"headwise": headwise, "inputs": ids}
     names["model"] = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    commands = {"prune": ["--keep", 0.5], "regroup": ["--kv-heads", 2]}
+    commands = {"prune": ["--keep", 0.5, "--form", "plain"], "regroup": ["--kv-heads", 2]}
     for number, (name, options) in enumerate(commands.items()):
         target = tmp_path / f"new{number}"
         command = [name, folder, "--out", target, *options]
@@ -153,10 +154,25 @@ def test_a_number_of_heads_that_the_class_refuses_names_those_that_fit(
 ) -> None:
     """Llama's config wants a width that is a multiple of its heads: 64 is none of 6."""
     folder = stored(tmp_path / "wide", FAMILIES["llama"](**SHARP, hidden_size=64))
-    error = refused(folder, "--data", data, "--out", tmp_path / "new")
+    error = refused(folder, "--data", data, "--out", tmp_path / "new", "--form", "plain")
     assert "3 of 4 groups of heads in each layer" in error.saw
     assert "1, 2 of 4 groups" in error.needed
     assert "--keep 0.5" in error.lines(output.option_text)[2]
+
+
+@pytest.mark.usefixtures("checked_here")
+def test_single_heads_go_where_a_group_is_more_than_may_go(
+    folders: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    sizes = SHARP | {"num_key_value_heads": 2}  # groups of 4, of 16 heads
+    folder = stored(tmp_path / "two", FAMILIES["llama"](**sizes))
+    command = ["--data", data, "--out", tmp_path / "new", "--keep", 0.8]
+    text = run(folder, *command)
+    assert "14 of 16 heads stay" in text
+    assert "form code: plain transformers cannot state it" in text
+    error = refused(folder, *command[:3], tmp_path / "n", *command[4:], "--take", "groups")
+    assert "at most 3 heads may go" in error.saw
+    assert error.needed == "at least 4: as many go at once"
 
 
 @pytest.mark.parametrize("form", others_extra(["full", "headwise"]))

@@ -196,8 +196,8 @@ def test_a_layout_without_gates_does_not_take_one() -> None:
 def test_gates_of_another_width_are_refused_with_both_numbers() -> None:
     state = gated("head").to_layout("headwise")
     words = f"output_gate='channel', and weights with 1 gates.*\n.*{VALUE_DIM} for each head"
+    options: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "scale": None}
     with pytest.raises(ShapeError, match=words):
-        options: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
         Attention.from_layout(state, layout="headwise", **options, output_gate="channel")
 
 

@@ -97,7 +97,7 @@ def test_what_no_config_states_is_refused_before_anything_is_written(
     cut = Cut({other: layers[other]})  # one layer has other heads than the rest
     needed = "the same heads" if family == "t5" else "states one number for all layers"
     with pytest.raises(OptionError, match=needed):
-        write(cut, source, tmp_path / "new")
+        write(cut, source, tmp_path / "new", form="plain")
     assert not any(tmp_path.iterdir())
 
 
@@ -108,9 +108,9 @@ def test_heads_of_a_fixed_width_have_the_other_forms(
     model, source = FAMILIES[family](), written[family] / "source"
     cut = without(model, GONE)
     with pytest.raises(
-        OptionError, match=r"(?s)after the cut, \(\d+.*another form: \"full\".*\"headwise\""
+        OptionError, match=r"(?s)after the cut, \(\d+.*another form: \"full\".*\"code\""
     ):
-        write(cut, source, tmp_path / "plain")
+        write(cut, source, tmp_path / "plain", form="plain")
     assert not any(tmp_path.iterdir())
     assert write(cut, source, tmp_path / "new", form="headwise").changes == {}
     before = json.loads((source / "config.json").read_text("utf-8"))

@@ -23,6 +23,9 @@ from headwise.support.text import describe_value
 
 _MAX_HEADS = 2**20  # heads or channels: detection may try every divisor of the heads
 
+# The model_type of a cut model in a class of its own, and the field that has the model_type of its
+# original and the counts of each layer; see `headwise.surgery.code`.
+CUT = "headwise_cut"
 # count -> its names in a config, by spaces; the first name that is present counts.
 NAMES = {
     "heads": "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
@@ -146,6 +149,8 @@ LOCAL_THETAS = {
 def read_config(path: Path) -> ConfigFields:
     """Return the config.json in a folder, or beside a file; empty where there is none.
 
+    That of a cut model in a class of its own (`CUT`) has the model_type of its original.
+
     Raises:
         OptionError: config.json holds no JSON object. Its fields are checked on access.
     """
@@ -153,7 +158,10 @@ def read_config(path: Path) -> ConfigFields:
     if not path.is_file():
         return ConfigFields({}, origin=str(path))
     try:
-        return ConfigFields(parse_json_object(path.read_bytes(), unique=False), origin=str(path))
+        values = parse_json_object(path.read_bytes(), unique=False)
+        if values.get("model_type") == CUT and isinstance(values.get(CUT), dict):
+            values["model_type"] = values[CUT].get("model_type")
+        return ConfigFields(values, origin=str(path))
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError):
             require_no_pointer(path)
@@ -241,7 +249,7 @@ def _read_counts(fields: ConfigFields) -> Sizes:
     layers = range(len(fields.layer_values("layer_types")) or 1)
     widths = {_read_share_of_head(fields, sizes, layer) for layer in layers}
     width, head_dim = widths.pop(), read_head_dim(fields, sizes)
-    if head_dim and fields.section("pruned_heads"):
+    if head_dim and (fields.section("pruned_heads") or fields.section(CUT)):
         sizes = {"head_dim": head_dim}  # each layer has heads of its own number
     if width is not None and not widths and "rotary_width" not in sizes:
         sizes["rotary_width"] = width + width % 2  # transformers turns whole pairs

@@ -90,6 +90,11 @@ class Place:
         sides = [side for side in ("encoder", "decoder") if side in self.name.split(".")]
         count = self.config.get(f"{sides[0]}_attention_heads") if sides else None
         stated = configs.read_stated_counts(self.config)
+        if (cut := self.config.get(configs.CUT)) is not None:
+            same = (x for n, x in cut["heads"].items() if f".{self.name}".endswith(f".{n}"))
+            return stated | dict(
+                zip(("heads", "kv_heads", "head_dim"), next(same, ()), strict=False)
+            )
         return stated | ({"heads": count} if isinstance(count, int) else {})
 
 
@@ -106,7 +111,12 @@ def is_same_branch(first: str, second: str) -> bool:
     return mine[:shorter] == theirs[:shorter] and (bool(theirs) or not mine)
 
 
-HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")  # of modules in memory
+HEAD_DIMS = (
+    "head_dim",
+    "attention_head_size",
+    "head_size",
+    "key_value_proj_dim",
+)  # of modules in memory
 
 
 def find_model_places(model: nn.Module) -> list[Place]:

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from headwise.checkpoints import description, safetensors, source, torch_file
-from headwise.checkpoints.config import layout_name, read_config
+from headwise.checkpoints.config import CUT, layout_name, read_config
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts._layout import Layout
 from headwise.layouts.plan import convert
@@ -303,8 +303,11 @@ def _read_model(
     code = find_trusted_code(folder, stated, trusted=options["trust_remote_code"])
     with silence_transformers(transformers), _explain_load_errors(folder, MODEL):
         if described is None:
-            config = transformers.AutoConfig.from_pretrained(folder, **options)
-            kind = _model_class(transformers, config, code)
+            if CUT in stated:
+                kind, config = class_of_config(transformers, stated)
+            else:
+                config = transformers.AutoConfig.from_pretrained(folder, **options)
+                kind = _model_class(transformers, config, code)
             weights = {"pretrained_model_name_or_path": folder, "config": config, **options}
         else:
             kind, weights = described.arguments(transformers, code)
@@ -325,8 +328,8 @@ def _require_no_pruned_heads(folder: Path, transformers: Any) -> None:
             saw=f"{folder} with pruned_heads in layers {', '.join(sorted(pruned))}, and "
             f"transformers {transformers.__version__}",
             needed="transformers 4, whose classes build layers with fewer heads",
-            do="pip install 'transformers<5'; headwise detect, convert, verify and load_attention "
-            "read these weights with any version",
+            do=f"headwise prune {folder} --keep 1.0 --out NEW_DIR, which takes no head, and writes "
+            "a folder that loads",
         )
 
 
@@ -348,6 +351,8 @@ def find_trusted_code(path: Path, config: Mapping[str, Any], *, trusted: bool) -
         UntrustedCodeError: the caller does not trust the code.
     """
     folder, named = path if path.is_dir() else path.parent, list(_list_code(config))
+    if CUT in config:  # headwise runs its own copy of the file
+        return None
     for field, name in named:
         if field != "auto_map" or "--" in name or Path(name).is_absolute():
             raise OptionError(
@@ -400,6 +405,18 @@ def auto_class_name(model: Any) -> str:
     return next((n for n, code in auto_map.items() if str(code).endswith(f".{kind}")), kind)
 
 
+def list_auto_classes(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield the names of the Auto classes that load models of a config, and of their classes."""
+    transformers = import_module("transformers")
+    choose = import_module("transformers.models.auto.auto_factory")._get_model_class
+    for auto in sorted(name for name in dir(transformers) if name.startswith("Auto")):
+        mapping = getattr(getattr(transformers, auto), "_model_mapping", ())
+        if type(config) in mapping:
+            kind = choose(config, mapping).__name__
+            if hasattr(transformers, kind):
+                yield auto, kind
+
+
 def class_of_config(
     transformers: Any, values: Mapping[str, Any], code: Path | None = None
 ) -> tuple[Any, Any]:
@@ -407,12 +424,15 @@ def class_of_config(
     kind = _read_class(transformers, code, values.get("auto_map"), ["AutoConfig"])
     if kind is None:
         kind = type(transformers.AutoConfig.for_model(values["model_type"]))
+    cut = import_module("headwise.checkpoints.modeling_cut") if CUT in values else None
+    if cut is not None:
+        kind = getattr(cut, f"Cut{kind.__name__}")
     config = kind.from_dict(dict(values))
     kind = _model_class(transformers, config, code)
     if not issubclass(kind, transformers.PreTrainedModel):  # an Auto class chooses by the config
         choose = import_module("transformers.models.auto.auto_factory")._get_model_class
         kind = choose(config, kind._model_mapping)
-    return kind, config
+    return (kind if cut is None else getattr(cut, kind.__name__)), config
 
 
 def _model_class(transformers: Any, config: Any, code: Path | None) -> Any:

@@ -17,8 +17,8 @@ from headwise.support.files import make_parent_and_require_writable, write_whole
 from headwise.support.text import human_bytes
 
 if TYPE_CHECKING:
-    from headwise.surgery._prune import Pruning, PruningPlan
-    from headwise.surgery._regroup import Regrouping, RegroupPlan
+    from headwise.surgery._prune import PruningPlan
+    from headwise.surgery._regroup import RegroupPlan
     from headwise.surgery.folders import Written
     from headwise.surgery.stored import StoredSubject
 
@@ -39,15 +39,19 @@ Data = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="A new folder for the smaller model.", show_default=False)]
 Form = Annotated[
-    Literal["plain", "full", "headwise"],
+    Literal["auto", "plain", "code", "full", "headwise"],
     typer.Option(
         help="What loads the folder: plain transformers, and so with the same number of heads in "
-        "each layer; plain transformers at full size, with zeros; or headwise.surgery.load."
+        "each layer; transformers with a file of code in the folder; plain transformers at full "
+        "size, with zeros; or headwise.surgery.load. auto is plain where that costs no more, else "
+        "code."
     ),
 ]
 Length = Annotated[int, typer.Option(min=2, help="Most tokens of a line.")]
 Page = Annotated[Path | None, typer.Option(help="The HTML page to write.", show_default="OUT.html")]
-Keep = Annotated[float, typer.Option(help="The share of heads that stays.")]
+Keep = Annotated[
+    float, typer.Option(help="The share of heads that stays; 1.0 takes none, and measures nothing.")
+]
 By = Annotated[
     Literal["ablation", "gradient"], typer.Option(help="How the importance of a head is measured.")
 ]
@@ -56,6 +60,16 @@ Repair = Annotated[
     typer.Option(
         help="What stands in for a head: its mean output, nothing, or an output projection that "
         "is fitted where held-out tokens agree."
+    ),
+]
+Rounds = Annotated[
+    int, typer.Option(min=1, help="1, or more to measure again without the heads that are gone.")
+]
+Take = Annotated[
+    Literal["groups", "heads"] | None,
+    typer.Option(
+        help="What goes at once: a kv head with its query heads, or one query head of each.",
+        show_default="groups where the share takes one, else heads",
     ),
 ]
 DryPrune = Annotated[
@@ -92,8 +106,10 @@ def prune(
     out: Out,
     keep: Keep = 0.75,
     by: By = "ablation",
+    rounds: Rounds = 1,
+    take: Take = None,
     repair: Repair = "mean",
-    form: Form = "plain",
+    form: Form = "auto",
     length: Length = 128,
     page: Page = None,
     trust_remote_code: output.TrustRemoteCode = False,
@@ -108,13 +124,18 @@ def prune(
     keeps the effects of layers all of whose heads were measured.
     """
 
-    def make_plan(opened: StoredSubject, progress: output.Progress) -> PruningPlan:
+    def make_plan(
+        opened: StoredSubject, progress: output.Progress
+    ) -> tuple[StoredSubject, PruningPlan]:
         with _saying_how_to_resume(opened.journal):
-            return opened.plan_prune(keep, by, repair, progress)
+            return opened.plan_prune(keep, by, repair, progress, rounds=rounds, take=take)
 
-    call = f"prune(model, inputs, {keep=}, {by=}, {repair=}, even={form == 'plain'})"
+    call = f"prune(model, inputs, {keep=}, {by=}, {rounds=}, {repair=}, even={form == 'plain'})"
     shared = _Command(model, data, out, form, length, page, trust_remote_code, dry_run, as_json)
-    shared.run(call, make_plan)
+    if keep == 1:
+        shared.write_whole_model()
+    else:
+        shared.run(call, make_plan)
 
 
 def regroup(
@@ -124,7 +145,7 @@ def regroup(
     out: Out,
     data: Data = None,
     merge: Merge = "fitted",
-    form: Form = "plain",
+    form: Form = "auto",
     length: Length = 128,
     page: Page = None,
     trust_remote_code: output.TrustRemoteCode = False,
@@ -137,7 +158,9 @@ def regroup(
     lines, the folder and its check in a new process, and a page with the curve.
     """
 
-    def make_plan(opened: StoredSubject, progress: output.Progress) -> RegroupPlan:
+    def make_plan(
+        opened: StoredSubject, progress: output.Progress
+    ) -> tuple[StoredSubject, RegroupPlan]:
         return opened.plan_regroup(kv_heads, merge, progress)
 
     shared = _Command(model, data, out, form, length, page, trust_remote_code, dry_run, as_json)
@@ -151,7 +174,7 @@ class _Command:
     model: Path
     data: Path | None
     out: Path
-    form: Literal["plain", "full", "headwise"]
+    form: Literal["auto", "plain", "code", "full", "headwise"]
     length: int
     page: Path | None
     trust_remote_code: bool
@@ -161,7 +184,9 @@ class _Command:
     def run(
         self,
         call: str,
-        make_plan: Callable[[StoredSubject, output.Progress], PruningPlan | RegroupPlan],
+        make_plan: Callable[
+            [StoredSubject, output.Progress], tuple[StoredSubject, PruningPlan | RegroupPlan]
+        ],
     ) -> None:
         """Print the plan of a cut; then measure it, and write the folder and the page.
 
@@ -169,13 +194,15 @@ class _Command:
         """
         start, console = time.perf_counter(), output.make_console(stderr=True)
         with output.progress_bar(console, "loading torch") as progress:
+            from headwise.reports.surgery import render_cut
+            from headwise.scanning.source import make_model_title
             from headwise.surgery import stored
 
             page = self._prepare_page()
             options: Any = {"form": self.form, "length": self.length, "call": call}
             options["trust_remote_code"] = self.trust_remote_code
             opened = stored.open_for_cut(self.model, self.data, self.out, **options)
-            plan = make_plan(opened, progress)
+            opened, plan = make_plan(opened, progress)
         folder = opened.plan_folder(plan.cut)
         if not self.as_json:
             output.print_lines([opened.note, str(plan), str(folder)])
@@ -185,16 +212,18 @@ class _Command:
         with output.progress_bar(console, "measuring") as progress:
             result = plan.measure(progress)
             written = opened.write(result.cut, progress)
-            difference = opened.check(result.model)
-        page = write_whole(page, self._render(result, written))
+            difference = opened.check(result.cut, result.model)
+        loading = self._list_loading_lines(result.model, written)
+        page = write_whole(page, render_cut(result, make_model_title(self.model), loading))
         sizes = [human_bytes(count) for count in (written.nbytes, written.nbytes_before)]
         lines = [
             *result.result_lines(),
             f"{written.folder}: {sizes[0]} of tensors, {sizes[1]} before; a new process loads it; "
-            f"its outputs are within {difference:.1e} of those in memory",
+            f"its outputs are within {difference:.1e} of the same cut at full size",
+            f"form {written.form}: {'; '.join(loading)}",
         ]
         values: dict[str, Any] = {"schema": SCHEMA, **result.values()}
-        values["folder"] = str(written.folder)
+        values |= {"folder": str(written.folder), "form": written.form, "loading": loading}
         values |= {"bytes": written.nbytes, "bytes_before": written.nbytes_before}
         output.print_result(
             page,
@@ -202,6 +231,22 @@ class _Command:
             show=lambda console: console.print(*lines, sep="\n", markup=False, soft_wrap=True),
             as_json=(lambda: values) if self.as_json else None,
         )
+
+    def write_whole_model(self) -> None:
+        """Write the folder without a cut: one with ``pruned_heads`` then loads again."""
+        from headwise.surgery import Cut, load, plan_folder, write
+
+        options: Any = {"form": self.form, "trust_remote_code": self.trust_remote_code}
+        plan = plan_folder(Cut(), self.model, **options)
+        lines = [f"no head is taken, and nothing measured: {plan}"]
+        values: dict[str, Any] = {"schema": SCHEMA}
+        if not self.dry_run:
+            written = write(Cut(), self.model, self.out, **options)
+            model = load(written.folder, trust_remote_code=self.trust_remote_code)
+            loading = self._list_loading_lines(model, written)
+            lines.append(f"form {written.form}: {'; '.join(loading)}")
+            values |= {"folder": str(written.folder), "form": written.form, "loading": loading}
+        output.print_lines(lines, values if self.as_json else None)
 
     def _prepare_page(self) -> Path:
         """Return the path of the page; raise where it could not be written in the end."""
@@ -230,18 +275,16 @@ class _Command:
             lines = [f"Nothing is written but {effects}"] if kept else []
         output.print_lines(lines, values if self.as_json else None)
 
-    def _render(self, result: Pruning | Regrouping, written: Written) -> str:
-        from headwise.checkpoints.transformers import auto_class_name
-        from headwise.reports.surgery import render_cut
-        from headwise.scanning.source import make_model_title
+    def _list_loading_lines(self, model: Any, written: Written) -> list[str]:
+        """Return the lines of Python that load the folder."""
+        from headwise.surgery.folders import find_loader
 
-        kind, given = auto_class_name(result.model), repr(str(written.folder))
-        if self.trust_remote_code:
+        kind, given = find_loader(written.folder, model), repr(str(written.folder))
+        if self.trust_remote_code or written.form == "code":
             given += ", trust_remote_code=True"
-        lines = [f"from transformers import {kind}", f"model = {kind}.from_pretrained({given})"]
         if written.form == "headwise":
-            lines = ["import headwise.surgery", f"model = headwise.surgery.load({given})"]
-        return render_cut(result, make_model_title(self.model), lines)
+            return ["import headwise.surgery", f"model = headwise.surgery.load({given})"]
+        return [f"from transformers import {kind}", f"model = {kind}.from_pretrained({given})"]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ result.model, result.cut
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from torch import Tensor, nn
@@ -61,6 +61,7 @@ class PruningPlan:
         means: mean outputs (heads, value_dim) on the data to fit on, by layer.
         by: "ablation" or "gradient".
         repair: "zero", "mean" or "refit".
+        take: "groups" or "heads".
     """
 
     heads: ModelHeads
@@ -71,6 +72,21 @@ class PruningPlan:
     means: dict[str, Tensor]
     by: By
     repair: Repair
+    take: Take = "groups"
+
+    def evenly(self) -> PruningPlan:
+        """Return the plan by the same effects that takes as many units from each layer.
+
+        Raises:
+            OptionError: one unit of each layer is more than may go.
+        """
+        names, effects = tuple(self.names), self.choice.effects
+        search = Search(self.heads, lambda *_: effects, names, self.take, even=True)
+        return replace(self, choice=search.choose(self.choice.kept() / self.choice.total, 1))
+
+    def values_to_fit(self) -> Tensor:
+        """Return the quality of each sequence to fit on after this cut, without a refit."""
+        return self.quality.values(cut_model(self.cut, self.heads.model), self.data.fit)
 
     @property
     def gone(self) -> dict[str, list[int]]:
@@ -249,7 +265,7 @@ def plan_prune(
     importance = effects.by_ablation if by == "ablation" else effects.by_gradient
     search = Search(heads, importance, tuple(names), take, even)
     choice = search.choose(keep, rounds)
-    return PruningPlan(heads, names, data, quality, choice, means, by, repair)
+    return PruningPlan(heads, names, data, quality, choice, means, by, repair, take)
 
 
 def prune(

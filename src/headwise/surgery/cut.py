@@ -372,11 +372,12 @@ def _read_value(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def full_size(cut: Cut) -> Cut:
+def full_size(cut: Cut, *, in_place: bool = False) -> Cut:
     """Return the cut of the same function that leaves every layer its numbers of heads.
 
     Heads that are taken out become zero; merged kv heads become equal copies. The outputs are those
-    of the given cut up to rounding.
+    of the given cut up to rounding. With ``in_place``, heads that are moved stay at their places,
+    unless they are merged then.
 
     Raises:
         OptionError: a merge or another basis after heads were taken out, or more kv heads than
@@ -386,8 +387,9 @@ def full_size(cut: Cut) -> Cut:
     for name, layer in cut:
         full = LayerCut(layer.num_heads, layer.num_kv_heads)
         at = [*range(layer.num_heads)]  # head of the cut layer -> head of the full one
-        for step in layer.steps:
-            full, at = _add_step(full, at, step)
+        for number, step in enumerate(layer.steps):
+            is_mapped = any(isinstance(each, Merge | Basis) for each in layer.steps[number:])
+            full, at = _add_step(full, at, step, may_move=is_mapped or not in_place)
         left, before = len(full.origins.kv), layer.num_kv_heads
         if left > before:
             raise _no_full_size(f"{left} kv heads, where the model has {before}")
@@ -395,9 +397,14 @@ def full_size(cut: Cut) -> Cut:
     return Cut(layers)
 
 
-def _add_step(full: LayerCut, at: list[int], step: Step) -> tuple[LayerCut, list[int]]:
+def _add_step(
+    full: LayerCut, at: list[int], step: Step, *, may_move: bool
+) -> tuple[LayerCut, list[int]]:
     is_whole = at == [*range(full.num_heads)]
-    if isinstance(step, Take) and not (is_whole and len(step.heads) == step.total):
+    is_moved = isinstance(step, Take) and step.heads != tuple(range(step.total))
+    if isinstance(step, Take) and not (
+        is_whole and len(step.heads) == step.total and (may_move or not is_moved)
+    ):
         # Origins keep their kv heads, so that copies of these change nothing.
         gone = [at[head] for head in step.gone]
         return full.zero(gone) if gone else full, [at[head] for head in step.heads]

@@ -1,8 +1,9 @@
 """Cuts of stored models of transformers: one folder from another.
 
-A folder is written in one of three forms. "plain": plain transformers loads the smaller model.
+A folder is written in one of four forms. "plain": plain transformers loads the smaller model.
+"code": transformers loads it with a file of code in the folder, since no config states its sizes.
 "full": plain transformers loads the model at its size, with zeros for what is gone. "headwise":
-`load` opens it, since no config states its sizes. Each has the cut beside its weights, in cut.json.
+`load` opens it. Each has the cut beside its weights, in cut.json.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headwise.checkpoints.config import read_config
+from headwise.checkpoints.config import CUT, read_config
 from headwise.checkpoints.conversion import (
     OutputPlan,
     WritePlan,
@@ -30,6 +31,7 @@ from headwise.checkpoints.conversion import (
     require_usable_target,
     write_target,
 )
+from headwise.checkpoints.fields import ConfigFields
 from headwise.checkpoints.places import Place, find_places
 from headwise.checkpoints.source import (
     FOREIGN,
@@ -56,14 +58,23 @@ from headwise.layouts import registry
 from headwise.layouts.plan import ConversionStep, make_copy_step
 from headwise.scanning import labels
 from headwise.scanning.labels import FORM, RECORD
+from headwise.support.arguments import require_choice
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import human_bytes, list_some
+from headwise.surgery.code import FILE, dump_config, make_code_config, state_pruned_heads
 from headwise.surgery.cut import Cut, LayerCut, full_size
-from headwise.surgery.models import HeadPlaces, ModelHeads, pack, resize
+from headwise.surgery.models import HeadPlaces, ModelHeads, pack, pack_in_memory, resize
 from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
 from headwise.surgery.steps import Merge
 
-Form = Literal["plain", "full", "headwise"]
+Form = Literal["plain", "code", "full", "headwise"]
+Wanted = Literal["auto", Form]  # "auto": plain where a config states the cut, else code
+LOADS: Mapping[Form, str] = {
+    "plain": "plain transformers",
+    "code": "transformers with trust_remote_code=True",
+    "full": "plain transformers",
+    "headwise": "headwise.surgery.load",
+}
 WEIGHTS = (SAFETENSORS, *TORCH, *FOREIGN, INDEX)
 ORIGINAL = "the folder of the model as save_pretrained wrote it"
 
@@ -82,6 +93,8 @@ class StoredHeads:
         self.folder, self.source = folder, open_source(folder)
         self.config = read_config(folder)
         _require_plain_folder(folder, self.source, self.config)
+        if self.config.section("pruned_heads"):
+            self.config = ConfigFields(state_pruned_heads(self.config), origin=str(folder))
         code = find_trusted_code(folder, self.config, trusted=trust_remote_code)
         self.heads = HeadPlaces(make_empty_model(self.config, code))
         files = find_places(self.source.headers, self.config)
@@ -127,7 +140,7 @@ class FolderPlan:
     Attributes:
         stored: the model before the cut.
         cut: as it is applied.
-        form: "plain", "full" or "headwise".
+        form: "plain", "code", "full" or "headwise".
         config: the fields of config.json that change, and biases of zeros.
         output: the files with tensors.
     """
@@ -150,7 +163,7 @@ class FolderPlan:
 
     def __str__(self) -> str:
         """Return the sizes, the changes of the config, and what loads the folder."""
-        loads = "headwise.surgery.load" if self.form == "headwise" else "plain transformers"
+        loads = LOADS[self.form]
         before, after = human_bytes(self.nbytes_before), human_bytes(self.nbytes)
         changes = [f"{name} {new}" for name, (_, new) in self.config.changes.items()]
         stated = f"; config.json: {', '.join(changes)}" if changes else ""
@@ -166,11 +179,13 @@ class FolderPlan:
         stored = self.stored
         layer = self.cut.layers.get(name) or stored.heads.whole().layers[name]
         state = add_biases(stored.cut(name, layer), self.config.biases.get(name, ()))
-        return pack(stored.places[name], state, stored.places[name].sizes(stored.source.headers))
+        place = stored.places[name]
+        packing = pack_in_memory if self.form == "code" else pack
+        return packing(place, state, place.sizes(stored.source.headers))
 
 
 def plan_folder(
-    cut: Cut, source: str | Path, *, form: Form = "plain", trust_remote_code: bool = False
+    cut: Cut, source: str | Path, *, form: Wanted = "auto", trust_remote_code: bool = False
 ) -> FolderPlan:
     """Return the files of a cut model; nothing is written.
 
@@ -183,27 +198,32 @@ def plan_folder(
     Raises:
         CheckpointError, OptionError, ShapeError: see `write`.
     """
-    if form not in get_args(Form):
-        raise OptionError(
-            saw=f"form={form!r:.40}",
-            needed=" or ".join(map(repr, get_args(Form))),
-            do="leave it out for a folder that plain transformers loads",
-        )
+    require_choice("form", form, get_args(Wanted), "auto")
     stored = StoredHeads(Path(source), trust_remote_code=trust_remote_code)
     fitted = stored.fit(full_size(cut) if form == "full" else cut)
-    states = ((name, stored.cut(name, layer)) for name, layer in fitted)
+    states = {
+        name: {n: x.to("meta") for n, x in stored.cut(name, layer).items()}
+        for name, layer in fitted
+    }
     config = PlainConfig(stored.config)
-    if form != "headwise":
-        config = find_plain_config(stored.heads, states, stored.config)
-        if config.obstacle:
+    if form in ("auto", "plain", "full"):
+        config = find_plain_config(stored.heads, states.items(), stored.config)
+        if CUT in stored.config:
+            config = PlainConfig(stored.config, obstacle=f"{source}, whose layers differ already")
+        if config.obstacle and form != "auto":
             raise _no_plain_form(config.obstacle, cut, form)
+    if form == "auto":
+        form = "code" if config.obstacle else "plain"
+    if form == "code":
+        parts = stored.heads, fitted, states.items(), stored.config, stored.places
+        config = make_code_config(*parts)
     bare = FolderPlan(stored, fitted, form, config, OutputPlan((), None))
     output = plan_output(stored.source, _plan_steps(bare), {FORM: form})
     return replace(bare, output=replace(output, beside=_plan_beside(bare)))
 
 
 def _no_plain_form(obstacle: str, cut: Cut, form: Form) -> OptionError:
-    ways = '"headwise", a folder that headwise.surgery.load opens'
+    ways = '"code", which transformers loads with trust_remote_code, or "headwise"'
     if form == "plain":
         try:
             full_size(cut)
@@ -248,6 +268,8 @@ def _plan_beside(plan: FolderPlan) -> dict[str, Path | str]:
             beside[str(inner)] = path
     if plan.config.changes:
         beside[CONFIG] = json.dumps(plan.config.values, indent=2) + "\n"
+    if plan.form == "code":
+        beside |= {CONFIG: dump_config(plan.config.values), FILE.name: FILE}
     earlier = folder / RECORD
     cut = Cut.load(earlier).then(plan.cut) if earlier.is_file() else plan.cut
     return beside | {RECORD: cut.to_json()}
@@ -259,7 +281,7 @@ class Written:
 
     Attributes:
         folder: its path.
-        form: "plain", "full" or "headwise".
+        form: "plain", "code", "full" or "headwise".
         changes: field of config.json -> its value before and after.
         nbytes, nbytes_before: bytes of all tensors after the cut, and before.
     """
@@ -276,7 +298,7 @@ def write(
     source: str | Path,
     target: str | Path,
     *,
-    form: Form = "plain",
+    form: Wanted = "auto",
     trust_remote_code: bool = False,
     progress: Progress = no_progress,
 ) -> Written:
@@ -289,8 +311,10 @@ def write(
         cut: layers have the names of the loaded model: ``ModelHeads(model).whole()``.
         source: a folder from save_pretrained, with weights in safetensors or of torch.
         target: a new folder.
-        form: "plain" for a smaller model that plain transformers loads; "full" for the model at its
-            size, with zeros for what is gone; "headwise" for a folder that `load` opens.
+        form: "plain" for a smaller model that plain transformers loads; "code" for one that
+            transformers loads with a file of code in the folder, where layers may differ; "auto"
+            for the first of these that can be; "full" for the model at its size, with zeros for
+            what is gone; "headwise" for a folder that `load` opens.
         trust_remote_code: True to run code in the folder of the source.
         progress: called with a file's name, the bytes done, and the bytes in all.
 
@@ -303,9 +327,9 @@ def write(
     plan = plan_folder(cut, source, form=form, trust_remote_code=trust_remote_code)
     stored, output = plan.stored.source, plan.output
     target = require_usable_target(stored, Path(target), "safetensors")
-    options = form, plan.config.values, output.beside
+    options = plan.form, plan.config.values, output.beside
     write_target(WritePlan(stored, target, output, options), progress)
-    return Written(target, form, plan.config.changes, plan.nbytes, plan.nbytes_before)
+    return Written(target, plan.form, plan.config.changes, plan.nbytes, plan.nbytes_before)
 
 
 def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -396,7 +420,7 @@ def _bad_folder(folder: Path, saw: str) -> CheckpointError:
 
 
 def read_form(folder: Path) -> str:
-    """Return the form of a folder that `write` has made: "plain", "full" or "headwise".
+    """Return the form of a folder that `write` has made: "plain", "code", "full" or "headwise".
 
     Raises:
         CheckpointError: another folder, or a form of another version.
@@ -468,13 +492,15 @@ def check_folder(
     """
     folder = Path(folder)
     find_trusted_code(folder, read_config(folder), trusted=trust_remote_code)
-    script = f"TRUSTED = {bool(trust_remote_code)}\n"
-    script += (HEADWISE if read_form(folder) == "headwise" else PLAIN) + RUN
+    form = read_form(folder)
+    script = f"TRUSTED = {trust_remote_code or form == 'code'}\n"
+    script += (HEADWISE if form == "headwise" else PLAIN) + RUN
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     with tempfile.TemporaryDirectory() as made:
         given, output = Path(made, "inputs.safetensors"), Path(made, "output.safetensors")
         save_file({name: x.detach().cpu().contiguous() for name, x in inputs.items()}, given)
-        arguments = [str(folder), auto_class_name(model), dtype, str(given), str(output)]
+        kind = find_loader(folder, model)
+        arguments = [str(folder), kind, dtype, str(given), str(output)]
         done = subprocess.run(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
         )
@@ -487,9 +513,16 @@ def check_folder(
         return 0.0
     verdict = output_budget(model, inputs).check(stored) if stored.shape == expected.shape else None
     if not verdict:
-        reason = verdict or f"an output {tuple(stored.shape)}, not {tuple(expected.shape)}"
+        shapes = f"an output {tuple(stored.shape)}, not {tuple(expected.shape)}"
+        reason = shapes if verdict is None else verdict
         raise _differs(folder, f"gives other outputs than the model in memory: {reason}")
     return float((stored.double() - expected.double()).abs().max())
+
+
+def find_loader(folder: Path, model: Any) -> str:
+    """Return the name in transformers of the class that loads the folder of a model."""
+    kind, auto_map = auto_class_name(model), dict(read_config(folder).get("auto_map") or {})
+    return next((n for n, code in auto_map.items() if code == f"{FILE.stem}.{kind}"), kind)
 
 
 def output_budget(model: Any, inputs: Mapping[str, Tensor]) -> Budget:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.places import Place, find_model_places
 from headwise.errors import DeviceError, OptionError
-from headwise.function.spec import AttentionSpec, BucketRule
+from headwise.function.spec import AttentionSpec, BucketRule, Other
 from headwise.function.weights import State
 from headwise.layers.attention import Attention
 from headwise.layers.conversion import canonical_state, layer_state_dict_from_canonical
@@ -63,8 +64,7 @@ class HeadPlaces:
         self.places = {place.name: place for place in places}
         with next(iter(self.state.values())).device:
             self.specs: Mapping[str, AttentionSpec] = {
-                name: place.layer(self.state, window=None).spec
-                for name, place in self.places.items()
+                name: _read_function(place, self.state) for name, place in self.places.items()
             }
 
     def whole(self) -> Cut:
@@ -126,6 +126,16 @@ class HeadPlaces:
                 key = place.module.place.root, place.module.place.role, "table"
             stacks.setdefault(key, []).append(name)
         return [tuple(names) for names in stacks.values()]
+
+
+def _read_function(place: Place, state: Mapping[str, Tensor]) -> AttentionSpec:
+    spec = place.layer(state, window=None).spec
+    if isinstance(spec.score_bias, BucketRule) and "distances" not in (
+        place.layout.canonical_tensor_names
+    ):
+        # MPNet's table of distances is no tensor of an attention, so that no cut changes it
+        return replace(spec, score_bias=Other("a table of distances beside the layers"))
+    return spec
 
 
 class ModelHeads(HeadPlaces):
@@ -201,7 +211,8 @@ def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, 
     for full, tensor in changed.items():
         path, _, local = full.rpartition(".")
         owner: Any = model.get_submodule(path)
-        requires_grad = owner.weight.requires_grad
+        before = getattr(owner, local, None)
+        requires_grad = (owner.weight if before is None else before).requires_grad
         setattr(owner, local, nn.Parameter(tensor.detach(), requires_grad=requires_grad))
         if local != "weight":
             continue

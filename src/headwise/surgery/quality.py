@@ -34,6 +34,7 @@ from headwise.support.tracing import evaluation_mode
 # (output of the model, its input) -> (batch,), higher is better
 Measure = Callable[[Any, Any], Tensor]
 RESAMPLES = 1000  # of the bootstrap
+FEW = 10  # sequences, below which no interval is said
 MOST_LAYERS = 10  # lines of a table
 
 
@@ -278,6 +279,13 @@ def interval(values: Float[Tensor, " sequences"], *, seed: int = 0) -> tuple[flo
     return low, high
 
 
+def describe_interval(values: Float[Tensor, " sequences"]) -> str:
+    """Return the interval of a mean in words, or that there are too few sequences for one."""
+    if len(values) < FEW:
+        return f"too few sequences for an interval, {len(values)} of {FEW}"
+    return "95 % interval {:+.4f} to {:+.4f}".format(*interval(values))
+
+
 class Measured(ABC):
     """Quality of each held-out sequence before and after a cut, (sequences,).
 
@@ -296,13 +304,13 @@ class Measured(ABC):
 
     def quality_lines(self, quality: Quality, data: Data) -> list[str]:
         """Return the measure, the data, and the quality before and after, in lines."""
-        change, low, high = self.change
+        change = self.after - self.before
         moved = "" if math.isnan(self.moved) else f"; outputs moved by {self.moved:.1%}"
         return [
             f"quality: {quality.title}{self.describe_guess(quality)}",
             f"on {len(self.after)} sequences; {data.note}",
             f"{float(self.before.mean()):.4f} before, {float(self.after.mean()):.4f} after: "
-            f"{change:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}{moved}",
+            f"{float(change.mean()):+.4f}, {describe_interval(change)}{moved}",
         ]
 
     def describe_guess(self, quality: Quality) -> str:

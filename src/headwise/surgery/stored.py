@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from headwise.checkpoints import transformers
+from headwise.checkpoints.config import read_config
 from headwise.checkpoints.conversion import require_usable_target
 from headwise.checkpoints.source import open_source
 from headwise.errors import OptionError
@@ -22,20 +26,22 @@ from headwise.support.progress import Progress
 from headwise.support.text import describe_count
 from headwise.surgery._prune import PruningPlan, plan_prune, require_share
 from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
-from headwise.surgery.choice import By, Journal
-from headwise.surgery.cut import Cut, LayerCut
+from headwise.surgery.choice import By, Journal, Take
+from headwise.surgery.cut import Cut, LayerCut, full_size
 from headwise.surgery.fit import Repair
 from headwise.surgery.folders import (
     FolderPlan,
-    Form,
     StoredHeads,
+    Wanted,
     Written,
     check_folder,
     plan_folder,
     write,
 )
 from headwise.surgery.maps import How
+from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
+from headwise.surgery.quality import describe_interval, interval
 
 BATCH = 32  # lines that run together
 
@@ -46,7 +52,7 @@ class StoredSubject:
 
     folder: Path  # of the model
     target: Path  # the new folder
-    form: Form  # of the target; see `headwise.surgery.write`
+    form: Wanted  # of the target; see `headwise.surgery.write`
     stored: transformers.StoredModel  # the loaded model
     fit: list[dict[str, Tensor]]  # inputs to choose and fit on
     held_out: list[dict[str, Tensor]]  # inputs to measure on
@@ -58,51 +64,117 @@ class StoredSubject:
         """The file of effects that were measured, beside the target."""
         return self.target.with_name(f".{self.target.name}.headwise-effects.json")
 
-    def plan_prune(self, keep: float, by: By, repair: Repair, progress: Progress) -> PruningPlan:
-        """Return the plan of a pruning; the journal keeps effects.
+    def plan_prune(
+        self,
+        keep: float,
+        by: By,
+        repair: Repair,
+        progress: Progress,
+        *,
+        rounds: int = 1,
+        take: Take | None = None,
+    ) -> tuple[StoredSubject, PruningPlan]:
+        """Return the plan of a pruning, and this with the form that it takes.
+
+        The journal keeps effects. The form "auto" is "plain" where a config can state the plan with
+        as many heads in each layer, and its loss is no more than that of the free plan may be.
+        Without ``take`` whole groups go, or single heads where one group is more than may go.
 
         Raises:
             OptionError: no pruning of this size can be written in the end.
         """
         require_share(keep)
         heads = ModelHeads(self.stored.model)
+        whole, shifted = heads.whole(), heads.whole()
         if repair != "zero":
             widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
-            whole = heads.whole()
-            try:
-                self.plan_folder(Cut({n: cut.shift(torch.ones(widths[n])) for n, cut in whole}))
-            except OptionError as error:
-                raise OptionError(
-                    saw=f"the mean outputs of heads, for which {self.folder} has no place: "
-                    f"{error.saw}",
-                    needed="an output projection with a bias",
-                    do="{repair} zero",
-                    parameter="repair",
-                ) from error
-        self._require_form(heads.whole(), keep)
-        return plan_prune(
+            shifted = Cut({n: cut.shift(torch.ones(widths[n])) for n, cut in whole})
+            self._require_bias(shifted)
+        take = _choose_take(whole, keep, take, even=self.form == "plain")
+        subject, obstacle = self, None
+        if self.form == "auto":
+            subject, obstacle = self._find_form(shifted, keep, take)
+        if subject.form != "auto":
+            subject._require_form(whole, keep, take)
+        plan = plan_prune(
             self.stored.model,
             self.fit,
             keep=keep,
             held_out=self.held_out,
             by=by,
-            even=self.form == "plain",
+            rounds=rounds,
+            take=take,
+            even=subject.form == "plain",
             repair=repair,
             journal=Journal(self.journal, self._identity(by, repair)),
             progress=progress,
         )
+        if self.form == "auto":
+            return subject._settle_form(plan, obstacle)
+        return subject, plan
 
-    def plan_regroup(self, kv_heads: int, merge: How, progress: Progress) -> RegroupPlan:
-        """Return the plan of a regrouping.
+    def _require_bias(self, shifted: Cut) -> None:
+        try:
+            self.plan_folder(shifted)
+        except OptionError as error:
+            raise OptionError(
+                saw=f"the mean outputs of heads, for which {self.folder} has no place: {error.saw}",
+                needed="an output projection with a bias",
+                do="{repair} zero, or {form} code",
+                parameter={"repair": (), "form": ()},
+            ) from error
+
+    def _find_form(
+        self, whole: Cut, keep: float, take: Take
+    ) -> tuple[StoredSubject, OptionError | None]:
+        """Return this with the only form that is left, and the reason against the form "plain"."""
+        plain, code = replace(self, form="plain"), replace(self, form="code")
+        left = _count_units(whole, keep, take)[1]
+        against_plain, against_code = (x._obstacle(whole, left, take) for x in (plain, code))
+        if against_code is not None:
+            return plain, against_plain
+        return (self if against_plain is None else code), against_plain
+
+    def _settle_form(
+        self, plan: PruningPlan, obstacle: OptionError | None
+    ) -> tuple[StoredSubject, PruningPlan]:
+        """Return the plan of the form that is better, and this with that form and its reason."""
+        why, even = "" if obstacle is None else obstacle.saw, plan
+        with suppress(OptionError):
+            even = plan.evenly()
+        if even is plan:
+            why = why or "as many heads of each layer are more than may go"
+        before = plan.quality.values(self.stored.model, self.fit)
+        free, same = (each.values_to_fit() - before for each in (plan, even))
+        losses = (
+            f"quality on the sequences to choose on: {float(free.mean()):+.4f}, "
+            f"{describe_interval(free)}; with the same number in each layer "
+            f"{float(same.mean()):+.4f}"
+        )
+        form: Wanted = "code" if self.form == "auto" else self.form
+        if why:
+            why = f"plain transformers cannot state it: {why}"
+        elif float(same.mean()) >= interval(free)[0]:
+            form, why, plan = "plain", "the same number in each layer is within the interval", even
+        else:
+            why = "the same number in each layer loses more"
+        return replace(self, form=form, note=f"{self.note}\n{losses}\nform {form}: {why}"), plan
+
+    def plan_regroup(
+        self, kv_heads: int, merge: How, progress: Progress
+    ) -> tuple[StoredSubject, RegroupPlan]:
+        """Return the plan of a regrouping, and this with the form that it takes.
 
         Raises:
             OptionError: no regrouping to this number can be written in the end.
         """
         heads = ModelHeads(self.stored.model)
         require_fewer(heads, kv_heads)
-        self.plan_folder(Cut({name: layer.merge(kv_heads) for name, layer in heads.whole()}))
+        merged = Cut({name: layer.merge(kv_heads) for name, layer in heads.whole()})
+        form = self.plan_folder(merged).form
         options: dict[str, Any] = {"held_out": self.held_out, "progress": progress}
-        return plan_regroup(self.stored.model, self.fit, kv_heads=kv_heads, merge=merge, **options)
+        plan = plan_regroup(self.stored.model, self.fit, kv_heads=kv_heads, merge=merge, **options)
+        return replace(self, form=form), plan
 
     def plan_folder(self, cut: Cut) -> FolderPlan:
         """Return the files that a cut leads to."""
@@ -116,8 +188,14 @@ class StoredSubject:
         self.journal.unlink(missing_ok=True)
         return written
 
-    def check(self, model: Any) -> float:
-        """Load the folder in a new process; return the largest difference of its outputs."""
+    def check(self, cut: Cut, model: Any) -> float:
+        """Load the folder in a new process; return the largest difference of its outputs.
+
+        It is compared with the original, whose output projections are zero where heads are gone;
+        or with the cut ``model`` in memory, where no cut of the original's sizes is the same.
+        """
+        with suppress(OptionError):
+            model = cut_model(full_size(cut, in_place=True), self.stored.model)
         inputs = {name: x[:2] for name, x in self.held_out[0].items()}
         trusted = self.trust_remote_code
         return check_folder(self.target, model, inputs, trust_remote_code=trusted)
@@ -125,37 +203,42 @@ class StoredSubject:
     def _identity(self, *options: str) -> str:
         digest = hashlib.sha256(open_source(self.folder).source_digest().encode())
         for given in (*self.fit, *self.held_out):
-            digest.update(given["input_ids"].numpy().tobytes())
-        digest.update(repr(options).encode())
+            for name in sorted(given):
+                digest.update(name.encode() + given[name].numpy().tobytes())
+        versions = [version(name) for name in ("headwise", "torch", "transformers")]
+        digest.update(repr((options, versions, read_config(self.folder))).encode())
         return digest.hexdigest()
 
-    def _require_form(self, whole: Cut, keep: float) -> None:
+    def _require_form(self, whole: Cut, keep: float, take: Take) -> None:
         """Raise OptionError where no cut of this size can be written in the form.
 
         Some classes of transformers want a width that is a multiple of the heads, also where
         head_dim is stated: then only some numbers of heads can go.
         """
-        units = min(cut.num_heads // _unit_size(cut) for _, cut in whole)
-        left = min(max(math.ceil(keep * units - 1e-9), 1), units - 1)
-        if (error := self._obstacle(whole, left)) is None:
+        units, left = _count_units(whole, keep, take)
+        if (error := self._obstacle(whole, left, take)) is None:
             return
-        if not (fits := [n for n in range(1, units) if self._obstacle(whole, n) is None]):
+        if not (fits := [n for n in range(1, units) if self._obstacle(whole, n, take) is None]):
             raise error
         nearest = min(fits, key=lambda n: abs(n - left))
-        grouped = any(_unit_size(cut) > 1 for _, cut in whole)
+        grouped = any(len(_list_units(cut, take)[0]) > 1 for _, cut in whole)
         what = "groups of heads" if grouped else "heads"
         raise OptionError(
             saw=f"{{keep}} {keep:g}, with {left} of {units} {what} in each layer: {error.saw}",
             needed=f"{', '.join(map(str, fits))} of {units} {what}, which plain transformers can "
             "state",
-            do=f"{{keep}} {nearest / units:g}; or {{form}} full, which is no smaller, or {{form}} "
-            "headwise",
+            do=f"{{keep}} {nearest / units:g}; or {{form}} code",
             parameter={"keep": (), "form": ()},
         ) from error
 
-    def _obstacle(self, whole: Cut, units: int) -> OptionError | None:
+    def _obstacle(self, whole: Cut, units: int, take: Take) -> OptionError | None:
         """Return the reason why so many units of each layer cannot be written alone."""
-        kept = {name: cut.keep(range(units * _unit_size(cut))) for name, cut in whole}
+        kept = {
+            name: replace(cut, steps=())
+            .keep(sorted(chain(*_list_units(cut, take)[:units])))
+            .then(*cut.steps)
+            for name, cut in whole
+        }
         try:
             self.plan_folder(Cut(kept))
         except OptionError as error:
@@ -163,9 +246,43 @@ class StoredSubject:
         return None
 
 
-def _unit_size(cut: LayerCut) -> int:
-    """Return how many heads go together: those of a kv head, or one if there is one kv head."""
-    return cut.num_heads // cut.num_kv_heads if cut.num_kv_heads > 1 else 1
+def _choose_take(whole: Cut, keep: float, take: Take | None, *, even: bool) -> Take:
+    """Return what goes at once: whole groups, if none is named and the share takes one.
+
+    Raises:
+        OptionError: as many heads may not go.
+    """
+    total = sum(cut.num_heads for _, cut in whole)
+    may_go = total - math.ceil(keep * total - 1e-9)
+    least = dict[Take, int]()
+    for way in get_args(Take):
+        units = (_list_units(cut, way) for _, cut in whole)
+        sizes = [len(each[0]) for each in units if len(each) > 1] or [0]
+        least[way] = sum(sizes) if even else min(sizes)
+    chosen: Take = take or ("groups" if least["groups"] <= may_go else "heads")
+    if least[chosen] > may_go:
+        raise OptionError(
+            saw=f"{{keep}} {keep:g}, with which at most {describe_count(may_go, 'head')} may go",
+            needed=f"at least {least[chosen]}: as many go at once",
+            do="a smaller {keep}, {take} heads, or {form} code, in which layers may differ",
+            parameter={"keep": (), "take": (), "form": ()},
+        )
+    return chosen
+
+
+def _count_units(whole: Cut, keep: float, take: Take) -> tuple[int, int]:
+    """Return the units of a layer that go together, and how many of them a share leaves."""
+    units = min(len(_list_units(cut, take)) for _, cut in whole)
+    return units, min(max(math.ceil(keep * units - 1e-9), 1), units - 1)
+
+
+def _list_units(cut: LayerCut, take: Take) -> list[list[int]]:
+    """Return the heads that go together: of a kv head, or one of each; see `Search`."""
+    kv_heads, group = cut.num_kv_heads, cut.num_heads // cut.num_kv_heads
+    starts = range(0, cut.num_heads, group)
+    if group > 1 and (take == "heads" or kv_heads == 1):
+        return [[start + place for start in starts] for place in range(group)]
+    return [[*range(start, start + group)] for start in starts]
 
 
 def open_for_cut(
@@ -173,7 +290,7 @@ def open_for_cut(
     data: Path | None,
     target: Path,
     *,
-    form: Form,
+    form: Wanted,
     length: int,
     call: str,
     trust_remote_code: bool = False,

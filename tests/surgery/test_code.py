@@ -1,0 +1,335 @@
+"""The form "code": classes of transformers with other numbers of heads in each layer.
+
+Each is compared with the model before, where columns of the output projection are set to zero, and
+biases are added, by hand.
+"""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from typer.testing import CliRunner
+
+from headwise.checkpoints import load_attention
+from headwise.cli import app
+from headwise.errors import OptionError
+from headwise.models.text import read_sentences
+from headwise.surgery import Cut, ModelHeads, check_folder, cut_model, load, write
+from headwise.surgery.folders import output_budget
+from tests.quick import others_slow
+from tests.root import ROOT
+from tests.surgery.families import FAMILIES as SMALL
+from tests.surgery.families import HEADS, SPECIAL, VOCABULARY, WIDTH, inputs_of, output_of
+
+NAMED = {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+SIZES = {**NAMED, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+SIZES |= {"intermediate_size": 64, **SPECIAL}
+
+
+def made(kind: str, **sizes: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        torch.manual_seed(3)
+        model = getattr(transformers, kind)
+        model = model(model.config_class(**sizes))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        return model.eval()
+
+    return make
+
+
+WHISPER = {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 5}
+WHISPER |= {"encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS}
+WHISPER |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_source_positions": 10, **SPECIAL}
+# family -> the model, and the end of the names of its output projections
+FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
+    "bert": (SMALL["bert"], "attention.output.dense"),
+    "distilbert": (
+        made("DistilBertModel", **NAMED, dim=WIDTH, n_layers=2, n_heads=HEADS, hidden_dim=64),
+        "out_lin",
+    ),
+    "roberta": (made("RobertaForMaskedLM", **SIZES), "attention.output.dense"),
+    "gpt2": (SMALL["gpt2"], "attn.c_proj"),
+    "opt": (
+        made("OPTForCausalLM", **SIZES, ffn_dim=64, word_embed_proj_dim=WIDTH),
+        "out_proj",
+    ),
+    "gpt_neox": (made("GPTNeoXForCausalLM", **SIZES), "attention.dense"),
+    "bart": (SMALL["bart"], "out_proj"),
+    "whisper": (
+        made("WhisperForConditionalGeneration", vocab_size=VOCABULARY, **WHISPER),
+        "out_proj",
+    ),
+    "llama": (SMALL["llama"], "o_proj"),
+    "qwen3": (SMALL["qwen3"], "o_proj"),
+    "vit": (SMALL["vit"], "o_proj"),
+}
+GONE = ([2, 3], [0, 1, 4, 5])  # by layer in turns; whole groups of the families with groups
+families = pytest.mark.parametrize("family", others_slow(FAMILIES, "bert", "gpt2", "llama"))
+FRESH = """
+import sys, torch, transformers
+from safetensors.torch import load_file, save_file
+folder, kind = sys.argv[1:]
+options = {"trust_remote_code": True, "output_loading_info": True}
+model, info = getattr(transformers, kind).from_pretrained(folder, **options)
+assert not any(info.values()), info
+with torch.no_grad():
+    output = model.eval()(**load_file(folder + "/../inputs.safetensors"))[0]
+save_file({"output": output.contiguous()}, folder + "/../output.safetensors")
+model.save_pretrained(folder + "/../again")
+assert not any(name.startswith("headwise") for name in sys.modules)
+"""
+
+
+def given_to(model: Any) -> dict[str, Tensor]:
+    if model.main_input_name != "input_features":
+        return inputs_of(model)
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, VOCABULARY, (3, 11), generator=generator)
+    return {
+        "input_features": torch.randn(3, 5, 20, generator=generator),
+        "decoder_input_ids": ids,
+    }
+
+
+def cut_of(model: Any, *, mean: bool) -> Cut:
+    whole = ModelHeads(model).whole()
+    layers = {name: cut.drop(GONE[n % 2]) for n, (name, cut) in enumerate(whole)}
+    shift = torch.linspace(-1, 1, WIDTH)
+    return Cut({name: cut.shift(shift) if mean else cut for name, cut in layers.items()})
+
+
+def zeroed(model: Any, end: str, cut: Cut, *, mean: bool = False) -> Any:
+    """The model before, with its output projections changed by hand."""
+    made = copy.deepcopy(model)
+    projections = [
+        (name, module)
+        for name, module in made.named_modules()
+        if name.endswith(end) and not name.endswith("crossattention.output.dense")
+    ]
+    assert len(projections) == len(ModelHeads(model).specs)
+    for path, projection in projections:
+        name = max((n for n in cut.layers if path.startswith(n)), key=len, default="")
+        with torch.no_grad():
+            for head in cut.gone.get(name, ()):
+                columns = slice(head * head_dim_of(model), (head + 1) * head_dim_of(model))
+                if isinstance(projection, nn.Linear):
+                    projection.weight[:, columns] = 0
+                else:  # Conv1D, (in, out)
+                    projection.weight[columns] = 0
+            if mean and projection.bias is None:
+                projection.bias = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+            elif mean:
+                projection.bias += torch.linspace(-1, 1, WIDTH)
+    return made
+
+
+def head_dim_of(model: Any) -> int:
+    return int(getattr(model.config, "head_dim", None) or WIDTH // HEADS)
+
+
+def assert_same(output: Tensor, expected: Any, given: dict[str, Tensor]) -> None:
+    output_budget(expected, given).assert_holds(output)
+
+
+def written(family: str, folder: Path, *, mean: bool = True) -> tuple[Any, Cut, Any, Path]:
+    """The model, its cut, the model with zeros by hand, and the folder of the form "code"."""
+    make, end = FAMILIES[family]
+    model = make()
+    model.save_pretrained(folder / "source")
+    cut = cut_of(model, mean=mean)
+    assert write(cut, folder / "source", folder / "cut").form == "code"
+    return model, cut, zeroed(model, end, cut, mean=mean), folder / "cut"
+
+
+@families
+def test_transformers_alone_gives_the_outputs_of_the_model_with_zeros(
+    family: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, _, expected, folder = written(family, tmp_path)
+    given = given_to(model)
+    save_file(given, tmp_path / "inputs.safetensors")
+    auto_map = json.loads((folder / "config.json").read_text("utf-8"))["auto_map"]
+    kind = next(n for n, code in auto_map.items() if code.endswith(f".{type(model).__name__}"))
+    command = [sys.executable, "-c", FRESH, str(folder), kind]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-2000:]
+    output = load_file(tmp_path / "output.safetensors")["output"]
+    assert_same(output, expected, given)
+    assert not torch.equal(output, output_of(model, given))
+    # saved again, the code goes along
+    again = getattr(transformers, kind).from_pretrained(tmp_path / "again", trust_remote_code=True)
+    assert torch.equal(output_of(again.eval(), given), output)
+    # headwise reads it by its config, and runs no code of the folder
+    (folder / "modeling_cut.py").write_text("raise SystemExit('the code of the folder has run')")
+    own = load(folder)
+    assert torch.equal(output_of(own, given), output)
+    for layer in range(2) if model.config.is_encoder_decoder is False else ():
+        counted = load_attention(folder, layer=layer)
+        assert counted.num_heads == HEADS - len(GONE[layer % 2])
+
+
+@pytest.mark.parametrize("family", others_slow(("bert", "gpt2", "bart", "vit"), "bert"))
+def test_every_auto_class_of_the_original_loads(family: str, tmp_path: Path) -> None:
+    _, _, _, folder = written(family, tmp_path)
+    auto_map = json.loads((folder / "config.json").read_text("utf-8"))["auto_map"]
+    assert len(auto_map) > 3
+    left = [HEADS - len(gone) for gone in GONE]
+    for auto, code in auto_map.items():
+        if auto == "AutoConfig":
+            continue
+        loaded = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
+        assert type(loaded).__name__ == code.rpartition(".")[2]
+        counts = [int(spec.num_heads) for spec in ModelHeads(loaded).specs.values()]
+        assert {*counts} == {*left}
+        assert all(torch.isfinite(x).all() for x in loaded.state_dict().values())
+
+
+@pytest.mark.parametrize("family", others_slow(("gpt2", "opt", "gpt_neox", "llama"), "gpt2"))
+def test_text_is_generated_with_a_cache_and_padding_on_the_left(
+    family: str, tmp_path: Path
+) -> None:
+    model, _, expected, folder = written(family, tmp_path)
+    cut = load(folder)
+    ids = inputs_of(model)["input_ids"]
+    lengths = (7, 11, 17)
+    rows = [ids[row, :length].flip(0) for row, length in enumerate(lengths)]
+    padded = pad_sequence(rows, batch_first=True).flip(1)
+    mask = pad_sequence([torch.ones(n) for n in lengths], batch_first=True).flip(1).long()
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    texts = [each.generate(padded, **options, pad_token_id=0) for each in (cut, expected)]
+    assert torch.equal(*texts)
+
+
+def test_it_trains_and_exports(tmp_path: Path) -> None:
+    model, _, _, folder = written("bert", tmp_path)
+    given = given_to(model)
+    kind = transformers.AutoModelForSequenceClassification
+    tuned = kind.from_pretrained(folder, trust_remote_code=True, num_labels=3)
+    labels = torch.tensor([0, 2, 1])
+    optimizer = torch.optim.Adam(tuned.parameters(), 1e-2)
+    losses = []
+    for _ in range(5):
+        loss = tuned(**given, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    tuned.eval().save_pretrained(tmp_path / "tuned")
+    again = kind.from_pretrained(tmp_path / "tuned", trust_remote_code=True).eval()
+    expected = tuned(**given).logits
+    assert torch.equal(again(**given).logits, expected)
+    exported = torch.export.export(again, (), kwargs=given).module()
+    assert torch.equal(exported(**given).logits, expected)
+
+
+def test_without_the_flag_transformers_ends_in_a_sentence(tmp_path: Path) -> None:
+    _, _, _, folder = written("bert", tmp_path)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        transformers.AutoModel.from_pretrained(folder, trust_remote_code=False)
+    assert not any(tmp_path.glob("**/__pycache__"))
+
+
+def test_a_cut_folder_is_cut_again(tmp_path: Path) -> None:
+    model, first, _, folder = written("bert", tmp_path)
+    smaller = load(folder)
+    second = Cut({name: cut.drop([0]) for name, cut in ModelHeads(smaller).whole()})
+    assert write(second, folder, tmp_path / "again").form == "code"
+    given, end = given_to(model), FAMILIES["bert"][1]
+    both = first.then(second)
+    assert Cut.load(tmp_path / "again" / "cut.json").gone == both.gone
+    expected = zeroed(model, end, both, mean=True)
+    check_folder(tmp_path / "again", expected, given)
+
+
+def test_a_model_with_code_of_its_own_keeps_to_the_other_forms(tmp_path: Path) -> None:
+    model = FAMILIES["bert"][0]()
+    model.save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling.BertModel"}}))
+    (tmp_path / "source" / "modeling.py").write_text("from transformers import BertModel\n")
+    cut = cut_of(model, mean=False)
+    options: dict[str, Any] = {"trust_remote_code": True}
+    with pytest.raises(OptionError, match="the class of the model is code in its folder"):
+        write(cut, tmp_path / "source", tmp_path / "cut", **options)
+    assert not (tmp_path / "cut").exists()
+    write(cut, tmp_path / "source", tmp_path / "cut", form="headwise", **options)
+
+
+def test_a_class_that_counts_heads_elsewhere_is_refused(tmp_path: Path) -> None:
+    """Phi-3 takes the number of heads from the config of all layers."""
+    model = made("Phi3ForCausalLM", **SIZES)()
+    model.save_pretrained(tmp_path / "source")
+    with pytest.raises(OptionError, match="Phi3ForCausalLM, which does not run at these sizes"):
+        write(cut_of(model, mean=False), tmp_path / "source", tmp_path / "cut")
+    assert not (tmp_path / "cut").exists()
+
+
+def test_the_file_is_short_and_the_same_for_all(tmp_path: Path) -> None:
+    texts = {
+        (written(family, tmp_path / family)[3] / "modeling_cut.py").read_text("utf-8")
+        for family in ("bert", "gpt2")
+    }
+    assert len(texts) == 1
+    lines = texts.pop().splitlines()
+    assert len(lines) <= 60
+
+
+@pytest.mark.parametrize("family", others_slow(("bert", "gpt2"), "gpt2"))
+def test_a_folder_with_pruned_heads_is_written_so_that_it_loads(
+    family: str, tmp_path: Path
+) -> None:
+    make, end = FAMILIES[family]
+    model, pruned = make(), {"1": [0, 4]}
+    name = [*ModelHeads(model).whole().layers][1]
+    cut = Cut({name: ModelHeads(model).whole().layers[name].drop(pruned["1"])})
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    cut_model(cut, model).save_pretrained(source)  # the weights as transformers 4 wrote them
+    config = json.loads((source / "config.json").read_text("utf-8"))
+    (source / "config.json").write_text(json.dumps(config | {"pruned_heads": pruned}))
+    command = ["prune", str(source), "--keep", "1.0", "--out", str(tmp_path / "whole")]
+    done = CliRunner().invoke(app, command)
+    assert not done.exit_code, done.output
+    given = given_to(model)
+    assert_same(output_of(load(tmp_path / "whole"), given), zeroed(model, end, cut), given)
+    assert "pruned_heads" not in (tmp_path / "whole" / "config.json").read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_the_command_of_the_readme_ends_in_a_folder_that_loads(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    [line] = [each for each in text.splitlines() if each.startswith('headwise prune "$(')]
+    sentences = [sentence for half in read_sentences() for sentence in half[:4]]
+    (tmp_path / "lines.txt").write_text("\n".join(sentences))
+    tools = str(Path(sys.executable).parent)
+    done = subprocess.run(
+        f"{line} --data lines.txt",
+        shell=True,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    [printed] = re.findall(r"(?m)^form code: (from transformers .*)$", done.stdout)
+    pasted: dict[str, Any] = {}
+    exec(printed, pasted)
+    counts = [layer.attention.self.num_attention_heads for layer in pasted["model"].encoder.layer]
+    assert sum(counts) == 54
