@@ -282,7 +282,7 @@ def interval(values: Float[Tensor, " sequences"], *, seed: int = 0) -> tuple[flo
 def describe_interval(values: Float[Tensor, " sequences"]) -> str:
     """Return the interval of a mean in words, or that there are too few sequences for one."""
     if len(values) < FEW:
-        return f"too few sequences for an interval, {len(values)} of {FEW}"
+        return f"no interval below {FEW} sequences"
     return "95 % interval {:+.4f} to {:+.4f}".format(*interval(values))
 
 
