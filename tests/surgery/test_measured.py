@@ -11,7 +11,7 @@ from tests.surgery import small
 
 
 def test_a_change_is_after_less_before() -> None:
-    result = prune(small.tiny(), small.ids(8, 12), held_out=small.ids(9, 12, seed=1), keep=0.6)
+    result = prune(small.tiny(), small.ids(8, 12), held_out=small.ids(10, 12, seed=1), keep=0.6)
     difference = result.after - result.before
     mean, low, high = result.change
     assert mean == pytest.approx(float(difference.mean()), rel=1e-12)

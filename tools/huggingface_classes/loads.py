@@ -54,7 +54,9 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
         image, config = given.get("pixel_values"), model.config.to_dict()
         if isinstance(image, Tensor):  # of towers that turn by row and column
             states = [call.state for call in calls if call.state is not None]
-            each = (list_coordinates(config, image, x) for x in states if x.dim() == 3)
+            parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+            flat = [x for x in states if x.dim() == 3]
+            each = (list_coordinates(part, image, x) for part in parts for x in flat)
             positions += [x for x in each if x is not None]
         layers = StoredLayers(opened)
         outcomes = [_outcome(layers, prefix, calls, positions) for prefix in prefixes]
@@ -154,9 +156,11 @@ def _outcome(
             continue
         if layer.score_bias is None and call.matrix.score_bias.tensors:
             continue  # a mask of finite numbers, made of what the model sees
+        fitting = (x for x in positions if x.shape[-2:] == call.state.shape[:2])
+        places = next(fitting, None) if several else None
+        if places is None and layer.rotary is not None and layer.rotary.numbers is not None:
+            continue  # nobody says the row and the column of each token
         with torch.no_grad():
-            fitting = (x for x in positions if x.shape[-2:] == call.state.shape[:2])
-            places = next(fitting, None) if several else None
             mine = layer.head_outputs(call.state, mask=call.matrix.mask, positions=places)
         if mine.shape != theirs.shape:
             return OTHER, f"{prefix}: head outputs of another shape"

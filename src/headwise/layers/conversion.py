@@ -90,18 +90,7 @@ def constructor_arguments_from_weights(
             needed="scale, which this layout leaves to the model's config",
             do="pass scale=None for 1/sqrt(head_dim), or the number",
         )
-    if isinstance(user_options.get("score_bias"), T5Bias) and "distances" not in canonical:
-        raise OptionError(
-            saw="score_bias=T5Bias(...) without a table of distances",
-            needed="the table, which T5 stores in its first layer for all layers",
-            do="add the first layer's table to the tensors of this layer",
-        )
-    if "distances" in canonical and not isinstance(user_options.get("score_bias"), T5Bias):
-        raise OptionError(
-            saw="a table of distances without score_bias=T5Bias(...)",
-            needed="T5Bias for T5's table; the layer has no parameter for other tables",
-            do="pass score_bias=T5Bias(...), or remove the table and pass a ScoreBias in calls",
-        )
+    _check_table(canonical.get("distances"), user_options.get("score_bias"))
     wq, wk, wo = (canonical[name] for name in ("wq", "wk", "wo"))
     (heads, head_dim, embed_dim), source_dim, gates = wq.shape, wk.shape[2], canonical.get("wg")
     options: dict[str, Any] = {
@@ -127,6 +116,28 @@ def constructor_arguments_from_weights(
     options |= options_of_spec(sized) | dict(user_options)
     _check_gates(options["output_gate"], gates, value_dim=wo.shape[1])
     return options
+
+
+def _check_table(table: Tensor | None, score_bias: Any) -> None:
+    is_bias = isinstance(score_bias, T5Bias)
+    if is_bias and table is None:
+        raise OptionError(
+            saw="score_bias=T5Bias(...) without a table of distances",
+            needed="the table, which T5 stores in its first layer for all layers",
+            do="add the first layer's table to the tensors of this layer",
+        )
+    if table is not None and not is_bias:
+        raise OptionError(
+            saw="a table of distances without score_bias=T5Bias(...)",
+            needed="T5Bias for T5's table; the layer has no parameter for other tables",
+            do="pass score_bias=T5Bias(...), or remove the table and pass a ScoreBias in calls",
+        )
+    if table is not None and len(table) != score_bias.buckets:
+        raise ShapeError(
+            saw=f"T5Bias(buckets={score_bias.buckets}), and a table of {len(table)}",
+            needed="as many buckets as the table has rows",
+            do=f"T5Bias(buckets={len(table)}), if that is what the model means",
+        )
 
 
 def _check_gates(kind: GateKind | None, gates: Tensor | None, *, value_dim: int) -> None:
