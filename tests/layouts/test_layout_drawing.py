@@ -7,7 +7,7 @@ import torch
 
 from headwise.errors import ShapeError
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, RotaryRule
-from headwise.function.weights import AXES
+from headwise.function.weights import AXES, HEADS
 from headwise.layouts._layout import Layout
 from headwise.layouts.drawing import (
     DrawnCell,
@@ -81,6 +81,7 @@ def test_a_row_that_is_changed_changes_the_head_that_is_drawn_there(name: str) -
     """Behind the drawing: another number in a stored row shows in that tensor's head alone."""
     one = layout(name)
     sizes = drawing_sizes(one, {})
+    turned = sizes["shared_width"] if "wr" in one.rotated else sizes["head_dim"]
     canonical = {
         tensor: torch.zeros([sizes[axis] for axis in AXES[tensor]])
         for tensor in one.canonical_tensor_names
@@ -88,17 +89,18 @@ def test_a_row_that_is_changed_changes_the_head_that_is_drawn_there(name: str) -
     for stored_name, found in draw_axis_strips(one, sizes).items():
         for strip in found:
             for cell in {(at, cell) for at, cell in enumerate(strip.cells) if at in (0, 1, 4)}:
-                stored = one.pack(canonical, rotary_width=sizes["head_dim"])
+                stored = one.pack(canonical, rotary_width=turned)
                 rows = stored[stored_name].narrow(strip.axis, cell[1].start, cell[1].length)
                 rows.fill_(1.0)
                 known = {name: sizes[name] for name in ("heads", "kv_heads")}
-                seen = one.unpack(stored, **known, rotary_width=sizes["head_dim"])
+                seen = one.unpack(stored, **known, rotary_width=turned)
                 changed = {
                     (tensor, head)
                     for tensor, x in seen.items()
-                    for head in range(sizes["heads"])
-                    if head < x.shape[at_heads(tensor)]
-                    and bool(x.select(at_heads(tensor), head).any())
+                    for head, of_head in enumerate(
+                        x.unbind(HEADS[tensor][0]) if tensor in HEADS else [x]
+                    )
+                    if bool(of_head.any())
                 }
                 drawn = {(tensor, head) for tensor, hs in cell[1].owners for head in hs}
                 assert changed == drawn

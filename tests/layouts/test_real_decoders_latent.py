@@ -217,7 +217,7 @@ TYPES = {
     "half-split": ("DeepseekV3Config", {**EXPERTS, "rope_interleave": False}),
     "lite": ("DeepseekV2Config", {**EXPERTS, "q_lora_rank": None}),
     "kimi_linear": ("KimiLinearConfig", {**ATTENDS, "q_lora_rank": None, "rope_parameters": None}),
-    "bailing_hybrid": ("BailingHybridConfig", ATTENDS),
+    "bailing_hybrid": ("BailingHybridConfig", {**ATTENDS, "q_lora_rank": None}),
     "minicpm3": ("MiniCPM3Config", {}),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", {**EXPERTS, "first_k_dense_replace": 1}),
     "youtu": ("YoutuConfig", {}),

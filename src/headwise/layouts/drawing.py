@@ -142,12 +142,12 @@ def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
 def draw_axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
     patterns = layout.patterns
     shapes = {name: pattern.shape(sizes) for name, pattern in patterns.items()}
+    names = layout.canonical_tensor_names
+    # Those of latents stand in one axis with others.
+    latents = {"rank", "source_dim"} if "wc" in names and "wr" in names else set[str]()
+    whole = _PER_HEAD | _WITHIN | latents | ({"query_dim"} if latents and "wa" in names else set())
     # Axes outside of heads are drawn whole, so two entries are enough.
-    narrow = {
-        name: 2 if name not in _PER_HEAD | _WITHIN else n
-        for name, n in sizes.items()
-        if name in EXAMPLE
-    }
+    narrow = {name: n if name in whole else 2 for name, n in sizes.items() if name in EXAMPLE}
     stored = layout.write(
         {tensor: _labelled_tensor(tensor, narrow) for tensor in layout.canonical_tensor_names},
         sizes=_canonical_sizes(layout, narrow, sizes),
