@@ -161,8 +161,9 @@ def _try_fields(row: Row, fields: tuple[str, ...]) -> None:
         row.reason = f"refused: {errors[0].saw}"[:150] if errors else ""
         wrong = [prefix for prefix, (layer, call) in loaded.items() if not _gives(layer, call)]
         if wrong:
-            if usual.warned:  # of an image's rows and columns, which this input has
-                row.reason = "warned of mrope_section"
+            rotary = getattr(loaded[wrong[0]][0], "rotary", None)
+            if rotary is not None and rotary.axis_count > 1:  # the input has an image
+                row.reason = "its positions have several axes"
             else:
                 row.lost.append(f"as it is: {wrong[0]} of {len(loaded)}")
             return
@@ -204,7 +205,6 @@ class _Folder:
     def __init__(self, path: Path, kind: type[PreTrainedModel], given: dict[str, Any]) -> None:
         self.path, self.kind, self.given = path, kind, given
         self._shapes: dict[str, Any] = {}
-        self.warned: set[str] = set()
 
     def layers(self, values: Config) -> dict[str, tuple[Attention | HeadwiseError, Call]]:
         """Store a model with this config; return its attentions, as loaded and as they ran."""
@@ -236,13 +236,9 @@ class _Folder:
 
     def _load(self, prefix: str) -> Attention | HeadwiseError:
         try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                layer = load_attention(self.path, prefix=prefix, proof=False).eval()
-            self.warned |= (
-                {prefix} if any("mrope" in str(each.message) for each in caught) else set()
-            )
-            return layer
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return load_attention(self.path, prefix=prefix, proof=False).eval()
         except HeadwiseError as error:
             return error
 
