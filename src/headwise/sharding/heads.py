@@ -265,10 +265,12 @@ def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> N
             # Latents have no heads.
             is_all = not is_whole or (is_width and name == "k_proj") or name in LATENTS
             _change_class(module, HeadsProjection, channels=None if is_all else rows)
-        elif isinstance(module, Norm) and is_width and not is_whole:
+        elif isinstance(module, Norm) and (not is_width or name == "o_norm"):  # of each head
+            _change_class(module, HeadsNorm, channels=None)
+        elif isinstance(module, Norm) and not is_whole:
             _change_class(module, WidthNormOverRanks, part=part, width=module.width)
         elif isinstance(module, Norm):
-            _change_class(module, HeadsNorm, channels=rows if is_width else None)
+            _change_class(module, HeadsNorm, channels=rows)
         elif isinstance(module, nn.Embedding):
             _change_class(module, ReplicatedEmbedding)
     layer.part = part
