@@ -191,8 +191,8 @@ def _temperature(code: Code, roles: str) -> Lines:
     if "q" in roles and isinstance(rule, TemperatureRule):
         start = "past, past + x.shape[1]" if code.decodes else "x.shape[1]"
         yield f"share = (torch.arange({start})[:, None] + {rule.first}) / {rule.length:g}"
-        grown = "share.clip(1)" if rule.kind == "smooth" else "(1 + share.floor())"
-        yield f"q = q * (1 + {rule.factor:g} * {grown}.log())"
+        grown = "share.clip(1)" if rule.kind == "smooth" else "1 + torch.floor(share)"
+        yield f"q = q * (1 + {rule.factor:g} * torch.log({grown}))"
 
 
 def _whole_rotation(code: Code, roles: str) -> Lines:

@@ -69,7 +69,7 @@ def make_code_config(
     for name, spec in heads.specs.items():
         left = cut.layers.get(name, before[name]).origins
         counts[files[name].name] = [len(left.query), len(left.kv), int(spec.head_dim)]
-    _require_runs(original, made)
+    _require_runs(original, made.to("meta"))
     described = {
         "model_type": whole["model_type"],
         "heads": counts,
