@@ -134,27 +134,21 @@ def test_a_form_is_read_and_proved(form: Any) -> None:
         load_attention(path, layer=1, **wrong)
 
 
+PICTURE: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "intermediate_size": 26,
+    "image_size": 40,
+    "patch_size": 8,
+}
 PICTURES: dict[str, tuple[Any, Rotary]] = {
     "dinov3": (
-        lambda: transformers.DINOv3ViTConfig(
-            hidden_size=48,
-            num_attention_heads=3,
-            num_hidden_layers=2,
-            intermediate_size=26,
-            image_size=40,
-            patch_size=8,
-        ),
+        lambda: transformers.DINOv3ViTConfig(**PICTURE),
         Rotary.of_plane(100.0, 16),
     ),
     "pixtral": (
-        lambda: transformers.PixtralVisionConfig(
-            hidden_size=48,
-            num_attention_heads=3,
-            num_hidden_layers=2,
-            intermediate_size=26,
-            image_size=40,
-            patch_size=8,
-        ),
+        lambda: transformers.PixtralVisionConfig(**PICTURE),
         Rotary.of_plane(10_000.0, 16, order="alternating"),
     ),
 }

@@ -43,7 +43,7 @@ PLACES = {
         "vilt",
         "lxmert",
         "idefics2",
-        quick=["siglip2_vision_model", "rf_detr_dinov2", "hunyuan_v1_dense"],
+        quick=["siglip2_vision_model", "rf_detr_dinov2", "hunyuan_v1_dense", "mpt"],
     ),
 )
 def test_an_attention_behind_any_input_is_proved(

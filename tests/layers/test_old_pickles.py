@@ -39,3 +39,13 @@ def test_a_file_of_a_whole_layer(module: str, kind: type, monkeypatch: pytest.Mo
 def test_other_missing_modules_are_missing_as_before() -> None:
     with pytest.raises(ModuleNotFoundError, match="No module named"):
         pickle.loads(b"cheadwise.layers.other\nAttention\n.")
+
+
+def test_a_layer_without_the_options_of_later_versions_runs() -> None:
+    layer, x = Attention(12, 3), torch.randn(2, 5, 12)
+    output = layer(x)
+    for name in ("temperature", "clip", "values", "output_norm"):
+        del layer.__dict__[name]
+    again = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(again(x), output)
+    assert again.spec == layer.spec

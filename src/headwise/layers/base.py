@@ -113,12 +113,13 @@ class AttentionBase(nn.Module):
     sink: Tensor | None
     output_gate: GateKind | None
     gate_proj: nn.Module | None
-    temperature: TemperatureRule | None
-    clip: float | None
-    values: ValueRule | None
-    output_norm: QKNorm | None
+    # Pickles of earlier versions have none of these.
+    temperature: TemperatureRule | None = None
+    clip: float | None = None
+    values: ValueRule | None = None
+    output_norm: QKNorm | None = None
+    latent: Latent | None = None
     o_norm: nn.Module | None
-    latent: Latent | None = None  # pickles of earlier versions have none
     q_latent_proj: nn.Module | None
     q_latent_norm: nn.Module | None
     kv_latent_proj: nn.Module | None

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
-from headwise.diagnosis.causes.norms import EPS_STARTS
+from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
+from headwise.diagnosis.causes.norms import vary_eps
 from headwise.function.scaling import YarnScaling, yarn_magnitude
 
 
@@ -25,16 +25,8 @@ def _latent_norm_missing(evidence: Evidence) -> Variants:
 
 
 def _latent_norm_eps(evidence: Evidence) -> Variants:
-    rule = evidence.model.settings.compressed
-    if rule is None:
-        return
-    right = rule.eps
-
-    def make(eps: float) -> Variant:
-        model = evidence.model.with_settings(latent=replace(rule, eps=max(eps, 0.0)))
-        return Variant(model, {"eps": eps}, f"eps={right:g} in place of {eps:.3g}")
-
-    yield Family(make, EPS_STARTS)
+    if (rule := evidence.model.settings.compressed) is not None:
+        yield vary_eps(evidence, "latent", rule)
 
 
 def _latent_factor_missing(evidence: Evidence) -> Variants:

@@ -14,7 +14,7 @@ from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Varian
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.errors import OptionError
 from headwise.function.norm import normalise_heads
-from headwise.function.spec import NormRule
+from headwise.function.spec import Latent, NormRule
 from headwise.function.stages import repeat_kv_heads
 
 KINDS: tuple[Literal["rms", "layer", "l2"], ...] = ("rms", "layer", "l2")
@@ -63,16 +63,18 @@ LOAD_NORMS = "load the weights and the biases of the norms of q and k"
 
 
 def _qk_norm_eps(evidence: Evidence) -> Variants:
-    norm = evidence.model.settings.norm
-    if norm is None:
-        return
-    right = norm.eps
+    if (norm := evidence.model.settings.norm) is not None:
+        yield vary_eps(evidence, "qk_norm", norm)
+
+
+def vary_eps(evidence: Evidence, name: str, rule: NormRule | Latent) -> Family:
+    """Return the variants of a setting with norms in which their eps is another."""
 
     def make(eps: float) -> Variant:
-        model = evidence.model.with_settings(qk_norm=replace(norm, eps=max(eps, 0.0)))
-        return Variant(model, {"eps": eps}, f"eps={right:g} in place of {eps:.3g}")
+        model = evidence.model.with_settings(**{name: replace(rule, eps=max(eps, 0.0))})
+        return Variant(model, {"eps": eps}, f"eps={rule.eps:g} in place of {eps:.3g}")
 
-    yield Family(make, EPS_STARTS)
+    return Family(make, EPS_STARTS)
 
 
 def _norm_weights_missing(evidence: Evidence) -> Variants:
