@@ -14,7 +14,7 @@ from headwise.checkpoints.config import resolve
 from headwise.checkpoints.fields import Config
 from headwise.errors import OptionError
 from headwise.function.spec import ABSENT, FROM_CONFIG, OPEN_FIELDS, AttentionSpec, BucketRule
-from headwise.function.weights import KINDS, State
+from headwise.function.weights import KINDS, SHARED, State
 from headwise.layers.attention import Attention
 from headwise.layers.conversion import options_of_spec
 from headwise.layouts._layout import Layout
@@ -52,10 +52,9 @@ def attention_from_state(
     stored = {local: state[name] for name, local in module.tensors.items()}
     if layout.optional and not _has_values(layout, stored):
         _add_values_of_keys(module, layout, config, stored)
+    tables = find_shared_tables(layout, module, modules, state)
     if isinstance(layout.function.score_bias, BucketRule):
-        layout = _add_shared_distance_table(layout, module, modules, stored, state)
-    if dtype is not None:
-        stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
+        layout = _with_distance_table(layout, module, tables, stored)
     given: dict[str, Any] = dict.fromkeys(OPEN_FIELDS & options.keys(), ABSENT)
     spec = resolve(replace(layout.function, **given), config, layer=module.layer)
     if isinstance(spec.score_bias, BucketRule) and module.place.role in ("encoder", "decoder"):
@@ -64,6 +63,11 @@ def attention_from_state(
     if spec.rotation is not None and "rotary_width" in sizes:
         spec = replace(spec, rotary=replace(spec.rotation, width=sizes["rotary_width"]))
     _require_whole_function(module, spec, config)
+    if layout.function.score_bias is not ABSENT and spec.score_bias is not ABSENT:
+        stored |= {local: state[name] for name, local in tables.items()}
+        layout = layout.with_shared_tables(tables.values())
+    if dtype is not None:
+        stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
     sized = replace(spec, num_heads=sizes["heads"], head_dim=sizes["head_dim"])
     stated = options_of_spec(sized)
     forms = ("score_bias", "qk_norm", "clip")  # that a layer may lack
@@ -136,27 +140,17 @@ def _require_whole_function(module: NamedModule, spec: AttentionSpec, config: Co
             )
 
 
-def _add_shared_distance_table(
-    layout: Layout,
-    module: NamedModule,
-    modules: Sequence[NamedModule],
-    stored: State,
-    state: Mapping[str, Tensor],
+def _with_distance_table(
+    layout: Layout, module: NamedModule, tables: Mapping[str, str], stored: State
 ) -> Layout:
-    """Add T5's table of distances, which one module stores for all, or MPNet outside of them."""
-    local = _distances_name(layout)
-    if local is None or local in stored:  # UMT5 has a table in each layer
+    """Return the layout without T5's table of distances where cross attention has none."""
+    held = {*stored, *tables.values()}  # UMT5 has a table in each layer
+    if not held.isdisjoint(names := _shared_names(layout)):
         return layout
-    tables = find_shared_tables(layout, module, modules, state)
-    if local in layout.outside:
-        layout = replace(layout, tensors={**layout.tensors, local: layout.outside[local]})
-    if tables:
-        stored[local] = state[tables[0]]
-        return layout
-    if module.place.role != "cross":  # which has none in T5
+    if names and module.place.role != "cross":  # which has none in T5
         raise OptionError(
             saw=f"{module.prefix} of {layout.name}, and no table of distances",
-            needed=f"{local}, of this module or of another that shares it",
+            needed=f"{names[0]}, of this module or of another that shares it",
             do="give all tensors of the model",
         )
     return replace(layout, function=replace(layout.function, score_bias=ABSENT))
@@ -164,18 +158,21 @@ def _add_shared_distance_table(
 
 def find_shared_tables(
     layout: Layout, module: NamedModule, modules: Sequence[NamedModule], names: Iterable[str]
-) -> list[str]:
-    """Return the names of tables of distances that other modules hold, or no module."""
-    place, local = module.place, _distances_name(layout)
-    if local is None or local in module.tensors.values():
-        return []
-    if local in layout.outside:
+) -> dict[str, str]:
+    """Return the tables for scores that other modules hold, or no module: name -> that here."""
+    place, held = module.place, {*module.tensors.values()}
+    missing = [name for name in _shared_names(layout) if name not in held]
+    tables: dict[str, str] = {}
+    if outside := [name for name in missing if name in layout.outside]:
         at = {n: locate_weight_outside_attention(layout, n, [place.root]) for n in names}
-        return [name for name, match in at.items() if match and match[0] == local]
+        tables = {n: match[0] for n, match in at.items() if match and match[0] in outside}
     near = [m for m in modules if (m.place.role, m.place.root) == (place.role, place.root)]
-    return [name for m in near for name, inner in m.tensors.items() if inner == local]
+    for local in missing:
+        of_modules = (n for m in near for n, inner in m.tensors.items() if inner == local)
+        tables |= dict.fromkeys(list(of_modules)[:1], local)
+    return tables
 
 
-def _distances_name(layout: Layout) -> str | None:
+def _shared_names(layout: Layout) -> list[str]:
     texts = {**layout.tensors, **layout.outside}
-    return next((name for name, text in texts.items() if text.startswith("distances:")), None)
+    return [name for name, text in texts.items() if text.partition(":")[0] in SHARED]

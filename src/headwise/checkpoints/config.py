@@ -598,6 +598,8 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
             max_distance=fields.count("relative_attention_max_distance") or 128,
             bidirectional=not fields.flag("is_decoder"),
         )
+    if function.score_bias is FROM_CONFIG and "relative_attention" in fields:
+        stated["score_bias"] = _read_places(fields)
     if function.window is FROM_CONFIG:
         stated["window"] = window_sides(fields, layer) or ABSENT
     if function.temperature is FROM_CONFIG:
@@ -612,6 +614,27 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
 def _read_eps(fields: ConfigFields, usual: float = 1e-6) -> float:
     epsilons = (fields.number(name) for name in _EPS)
     return next((number for number in epsilons if number is not None), usual)
+
+
+def _read_places(fields: ConfigFields) -> spec.DisentangledRule | spec.Unset:
+    """Return DeBERTa's terms of relative positions."""
+    if not fields.flag("relative_attention") or not (terms := _read_place_terms(fields)):
+        return ABSENT
+    far, span = (int(fields.number(n) or 0) for n in ("max_relative_positions", "position_buckets"))
+    far = far if far > 0 else int(fields.required_number("max_position_embeddings"))
+    is_first = fields.text("model_type") == "deberta"  # which gives each position its own row
+    is_normed = not is_first and "layer_norm" in str(fields.get("norm_rel_ebd"))
+    return spec.DisentangledRule(
+        span=far if is_first or span < 1 else span,
+        max_distance=None if is_first or span < 1 else far,
+        terms=terms,
+        is_shared=not is_first and fields.flag("share_att_key"),
+        eps=_read_eps(fields, 1e-7) if is_normed else None,
+    )
+
+
+def _read_place_terms(fields: ConfigFields) -> tuple[str, ...]:
+    return tuple(term for term in ("c2p", "p2c") if term in (fields.get("pos_att_type") or ()))
 
 
 def _read_values(rule: spec.ValueRule, fields: ConfigFields) -> spec.ValueRule | spec.Unset:
@@ -640,6 +663,10 @@ def _read_scale(fields: ConfigFields, layer: int) -> float | spec.ScaleRule:
     if fields.get("kv_lora_rank") is not None and scaling and weight and head_dim:
         factor = rotary.required_number("factor")
         return float(head_dim**-0.5 * yarn_magnitude(factor, weight) ** 2)
+    if (terms := _read_place_terms(fields)) and (
+        width := read_head_dim(fields, _read_counts(fields))
+    ):
+        return float(((1 + len(terms)) * width) ** -0.5)
     scalar = fields.number("query_pre_attn_scalar")
     if scalar is not None and scalar < 0:
         raise fields.field_error("query_pre_attn_scalar", "a positive number")

@@ -261,12 +261,26 @@ class StoredLayers:
         stored = _select_layout(self.opened, self.layout)
         if stored is None:
             readings = _readings_that_fit(self.opened, layer, prefix) if self.proof else []
+            for reading in readings:
+                self._require_scores_of_a_layer(reading.module)
             return self._load_unlisted(readings)
         module, modules = _select_module(self.opened.source, stored, layer, prefix)
+        self._require_scores_of_a_layer(module)
         reading = StoredReading(self.opened, stored, module, modules)
         if not self.proof:
             return reading.layer(self.opened.source, **self.options)
         return self._load_listed(reading)
+
+    def _require_scores_of_a_layer(self, module: NamedModule) -> None:
+        """Raise OptionError where a module's tensors add to the scores what no layer has."""
+        held = (name for name in self.opened.source.headers if name.startswith(module.prefix))
+        form = None if "score_bias" in self.options else registry.find_score_form(held)
+        if form is not None:
+            raise OptionError(
+                saw=f"{module.prefix}: {registry.describe_score_form(*form)}",
+                needed="scores of q.k, with a score bias that a layer has",
+                do=f"use the model's own class; {registry.OWN_BIAS}",
+            )
 
     def _load_listed(self, reading: StoredReading) -> Attention:
         """Return the layer that the catalogue names, proved where its class runs here.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.function import latent, lines, rotary, stages
+from headwise.function.disentangled import place_terms, place_vectors
 from headwise.function.distance import slopes_of
 from headwise.function.gate import output_gate
 from headwise.function.norm import change_values, normalise_heads
@@ -31,7 +32,7 @@ from headwise.function.spec import (
     ValueRule,
 )
 from headwise.function.temperature import query_factors
-from headwise.function.weights import KINDS
+from headwise.function.weights import KINDS, PLACED, SHARED
 
 FLOAT32 = Roundoff.of(torch.float32, with_reference=False).u
 
@@ -297,10 +298,34 @@ def scale_products(given: Given) -> Tensor:
 
 
 def _score(given: Given) -> Tensor:
-    products, (table,) = scale_products(given), given.tensors
+    products, table = scale_products(given), given.tensors[0]
+    if (terms := scaled_place_terms(given)) is not None:
+        products = products + terms
     return given.compute(
         _bias_and_hide, given.settings, products, given.distances, given.mask, table
     )
+
+
+def scaled_place_terms(given: Given, **changed: Any) -> Tensor | None:
+    """Return what DeBERTa adds to scaled products, None for nothing.
+
+    ``changed`` are distances of one term, "c2p" or "p2c", in place of the usual ones.
+    """
+    if (rule := given.settings.places) is None:
+        return None
+    (q, k), (table, norm, bias, *projections) = given.parts, given.tensors[1:]
+    vectors = given.compute(place_vectors, rule, table, norm, bias)[None]
+    roles = {"p2c": ("q", projections[:2]), "c2p": ("k", projections[2:])}
+    terms = None
+    for name in rule.terms:
+        role, held = roles[name]
+        used = given.at(role).tensors[:2] if rule.is_shared else held
+        projected = given.compute(stages.project_heads, vectors, *used)
+        pair = (projected, None) if name == "p2c" else (None, projected)
+        distances = changed.get(name, given.distances)
+        term = given.settings.factor * given.compute(place_terms, rule, q, k, distances, *pair)
+        terms = term if terms is None else terms + term
+    return terms
 
 
 def _bias_and_hide(
@@ -332,9 +357,28 @@ def _bound_products(given: Given, r: Roundoff, scores: Tensor | None = None) -> 
     if scores is not None and scores.shape == bound.shape:
         # numbers that are added to products round at their size
         bound = bound + 8 * r.U * scores.abs().nan_to_num(0.0, posinf=0.0)
+    if settings.places is not None:
+        bound = bound + _bound_place_terms(given, r)
     if (slopes := slopes_of(settings)) is not None:
         bound = bound + (8 * r.U + FLOAT32) * largest_bias(slopes, given.key_positions)
     return bound
+
+
+def _bound_place_terms(given: Given, r: Roundoff) -> Tensor:
+    """Return a bound for the largest terms: vectors, their projections and their products."""
+    (q, k), (table, norm, bias, *projections) = given.parts, given.tensors[1:]
+    rule = given.settings.places
+    assert rule is not None
+    vectors = given.compute(place_vectors, rule, table, norm, bias)[None]
+    bound = q.new_zeros(())
+    for x, role, held in ((k, "q", projections[:2]), (q, "k", projections[2:])):
+        weight, added = given.at(role).tensors[:2] if rule.is_shared else held
+        if weight is not None:
+            error = _bound_linear(r, vectors.abs() + 8 * r.U, weight, added)
+            size = stages.project_heads(vectors, weight, added).abs()
+            error = (2 * error + (x.shape[-1] * r.u + 8 * r.U) * size).amax((2, 3))
+            bound = bound + error.amax() * x.abs().sum(-1).amax()
+    return abs(given.settings.factor) * bound
 
 
 def _bound_scores(given: Given, r: Roundoff) -> Tensor:
@@ -465,7 +509,7 @@ _ATTENTION = (
         name="scores",
         before=("q after rotary", "k after rotary"),
         cached="k after rotary",
-        tensors=("distances",),
+        tensors=("distances", *SHARED[1:], *PLACED),
         compute=_score,
         bound=_bound_scores,
         write=(lines.GROUPS, lines.SCORES, lines.SOFTCAP, lines.BIAS, lines.MASK),

@@ -60,6 +60,15 @@ class Other:
     name: str
 
 
+# Score biases of queries, keys and places that no layer has; q, k, u, v and r are of one head.
+TRANSFORMER_XL = Other("Transformer-XL's relative positions")  # (q + u).k + (q + v).r[i - j]
+SHAW = Other("Shaw's relative positions")  # q.k + q.e[j - i]
+SWIN = Other("a table by place in the window")  # as in Swin
+SWIN_2 = Other("an MLP of the place in the window")  # as in Swin v2
+SAM = Other("rows and columns of the unscaled query")  # as in SAM
+WAVLM = Other("a gated table of distances")  # as in WavLM
+
+
 @dataclass(frozen=True)
 class ScaleRule:
     """A scale that follows from head_dim: ``head_dim ** power``."""
@@ -199,6 +208,31 @@ class BucketRule:
 
 
 @dataclass(frozen=True)
+class DisentangledRule:
+    """DeBERTa's terms of relative positions; see `headwise.layers.DebertaBias`.
+
+    Attributes:
+        span: half of the rows of the table; a position is from -span to span - 1.
+        max_distance: positions beyond half of the span share rows, up to this one; None if each
+            has its own.
+        terms: "c2p" for queries with keys of places, "p2c" for keys with queries of places.
+        is_shared: True if the projections of tokens serve the table.
+        eps: of a layer norm of the table; None for none.
+    """
+
+    span: int
+    max_distance: int | None = None
+    terms: tuple[str, ...] = ("c2p", "p2c")
+    is_shared: bool = False
+    eps: float | None = None
+
+    @property
+    def words(self) -> str:
+        """Words such as "disentangled, c2p and p2c"."""
+        return f"disentangled, {' and '.join(self.terms)}"
+
+
+@dataclass(frozen=True)
 class Latent:
     """A latent that keys and values come from, beside one rotary key for all heads.
 
@@ -288,7 +322,8 @@ class AttentionSpec:
         rotary: a `RotaryRule`, or an `Other`.
         qk_norm: the normalisation of queries and keys, a `NormRule` or an `Other`.
         softcap: a `Softcap`.
-        score_bias: what is added to the scores: an `AlibiRule`, a `BucketRule` or an `Other`.
+        score_bias: what is added to the scores: an `AlibiRule`, a `BucketRule`, a
+            `DisentangledRule` or an `Other`.
         window: (left, right), the numbers of keys before and after a query; None for no bound.
         causal: True if a query attends to no later key.
         clip: the largest size of queries and keys before the rotation, and of projected values.
@@ -307,7 +342,7 @@ class AttentionSpec:
     rotary: RotaryRule | Other | Unset = ABSENT
     qk_norm: NormRule | Other | Unset = ABSENT
     softcap: Softcap | Unset = ABSENT
-    score_bias: AlibiRule | BucketRule | Other | Unset = ABSENT
+    score_bias: AlibiRule | BucketRule | DisentangledRule | Other | Unset = ABSENT
     window: Window | Other | Unset = ABSENT
     causal: bool = False
     clip: float | Other | Unset = ABSENT
@@ -367,6 +402,11 @@ class AttentionSpec:
         """The buckets of distances with a learned score bias, None for none."""
         return self.score_bias if isinstance(self.score_bias, BucketRule) else None
 
+    @property
+    def places(self) -> DisentangledRule | None:
+        """DeBERTa's terms of relative positions, None for none."""
+        return self.score_bias if isinstance(self.score_bias, DisentangledRule) else None
+
     @cached_property
     def compressed(self) -> Latent | None:
         """The latent of keys and values, None where headwise computes none."""
@@ -394,9 +434,7 @@ class AttentionSpec:
             "scale": _in_words(self.scale, lambda x: SCALE_WORDS.get(x) or f"{x:g}"),
             "rotary": _in_words(self.rotary, lambda x: x.words),
             "rotary_width": None if self.is_rotary_width_open else width,
-            "score_bias": _in_words(
-                self.score_bias, lambda x: x.words if isinstance(x, AlibiRule) else "t5"
-            ),
+            "score_bias": _in_words(self.score_bias, lambda x: getattr(x, "words", "t5")),
             "softcap": _in_words(self.softcap, lambda _: "tanh"),
             "qk_norm": _in_words(self.qk_norm, lambda x: x.words),
             # A window without a left bound is a part of the mask that comes with each call.
@@ -466,7 +504,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     ),
     "qk_norm": ((NormRule, Other), 'NormRule(over="head")'),
     "softcap": ((Softcap,), "Softcap()"),
-    "score_bias": ((AlibiRule, BucketRule, Other), "AlibiRule()"),
+    "score_bias": ((AlibiRule, BucketRule, DisentangledRule, Other), "AlibiRule()"),
     "window": ((tuple, Other), "(127, 0)"),
     "clip": ((float, int, Other), "6.0"),
     "output_gate": ((str,), '"channel"'),
@@ -492,6 +530,7 @@ _NORMS = tuple(
     )
 )
 _LATENTS = (Latent(normed=n, scaled=s) for n, s in product((True, False), repeat=2))
+_TERMS = (("c2p", "p2c"), ("c2p",), ("p2c",))  # of a `DisentangledRule`
 # The words of each setting -> its value; those of any other form are an `Other`.
 _VALUES: dict[str, dict[str, Any]] = {
     "scale": {words: scale for scale, words in SCALE_WORDS.items()},
@@ -505,6 +544,7 @@ _VALUES: dict[str, dict[str, Any]] = {
     "score_bias": {
         "t5": BucketRule(),
         **{rule.words: rule for rule in (AlibiRule(), AlibiRule(before_scale=True))},
+        **{DisentangledRule(1, terms=terms).words: FROM_CONFIG for terms in _TERMS},
     },
     "window": {"left": (FROM_CONFIG, None)},
     "output_gate": {gate: gate for gate in get_args(GateKind)},

@@ -46,6 +46,14 @@ AXES: dict[str, tuple[str, ...]] = {
     "k_norms_bias": ("kv_heads", "head_dim"),
     # added to the scores by distance, a row for each bucket of distances
     "distances": ("buckets", "heads"),
+    # a vector for each relative position, its norm, and its projections where it has its own
+    "places": ("buckets", "embed_dim"),
+    "places_norm": ("embed_dim",),
+    "places_norm_bias": ("embed_dim",),
+    "wpq": ("heads", "head_dim", "embed_dim"),
+    "bpq": ("heads", "head_dim"),
+    "wpk": ("kv_heads", "key_dim", "embed_dim"),
+    "bpk": ("kv_heads", "key_dim"),
     # gates of each head's outputs: one, or one for each channel
     "wg": ("heads", "gate_width", "embed_dim"),
     "bg": ("heads", "gate_width"),
@@ -85,6 +93,7 @@ KINDS: tuple[dict[str, str], ...] = (
     {"q": "q_norm", "k": "k_norm"},
     {"k": "extra_k", "v": "extra_v"},
     {"q": "sink"},
+    {"q": "wpq", "k": "wpk"},
     {"q": "wa"},
     {"k": "wc"},
     {"k": "wr"},
@@ -94,12 +103,15 @@ KINDS: tuple[dict[str, str], ...] = (
 )
 # The role of a projection -> what meets its input first: the latent's, where there is one.
 FIRST = {"q": ("wa", "wq"), "k": ("wc", "wk"), "v": ("wc", "wv"), "o": ("wo",)}
-BIASES = ("bq", "bk", "bv", "bo", "bg", "ba", "bc", "br")
+BIASES = ("bq", "bk", "bv", "bo", "bg", "ba", "bc", "br", "bpq", "bpk")
 NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
-# Optional tensors of every layout. One layer may hold the distances of all.
-OPTIONAL = (*BIASES, *(f"{norm}_bias" for norm in (*NORMS, "o_norms")), "distances")
+# Tables that serve all layers, so that one layer, or none, may hold them.
+SHARED = ("distances", "places", "places_norm", "places_norm_bias")
+# Optional tensors of every layout.
+OPTIONAL = (*BIASES, *(f"{norm}_bias" for norm in (*NORMS, "o_norms")), *SHARED, "wpq", "wpk")
+PLACED = ("wpq", "bpq", "wpk", "bpk")
 # Tensors with a rotated head_dim, in which the order of channels matters.
-ROTATED = ("wq", "wk", "bq", "bk", "extra_k", *NORMS, *(f"{norm}_bias" for norm in NORMS))
+ROTATED = ("wq", "wk", "bq", "bk", "extra_k", *NORMS, *(f"{norm}_bias" for norm in NORMS), *PLACED)
 CHANNELS = ("head_dim", "key_dim", "shared_width")  # the axes of these channels
 QUERIES = ("wq", "bq")
 ROTATED_WITH_LATENT = (*QUERIES, "wr", "br")  # where all heads share a rotated key

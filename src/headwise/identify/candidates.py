@@ -15,7 +15,7 @@ from headwise.layouts.equality import LayoutReading, is_same_reading
 from headwise.layouts.modules import NamedModule, find_modules, replace_numbers_with_layer_slots
 from headwise.layouts.pattern import Sizes
 from headwise.layouts.plan import TensorHeader
-from headwise.layouts.registry import layouts_by_name
+from headwise.layouts.registry import describe_score_form, find_score_form, layouts_by_name
 from headwise.support.text import list_some
 
 NAMED = 3  # tensors, as an example
@@ -119,6 +119,10 @@ def _match_layout(
     heads = [sizes[0]["heads"] for module, sizes in fitting if module.stack == first.stack]
     is_even = len({*heads}) == 1 or len(fits) > 1
     reasons = _describe_match_reasons(sound, fits, [] if is_even else heads)
+    if form := find_score_form(
+        name for module in sound for name in (*module.tensors, *module.beside)
+    ):
+        reasons = (*reasons, f"scores: {describe_score_form(*form)}")
     return CandidateLayout(layout, sound, fits, reasons, around, sentences)
 
 

@@ -35,6 +35,7 @@ from headwise.masks.score_bias import NO_BIAS, ScoreBias, require_score_bias_typ
 from headwise.matrix.operator import AttentionMatrix, with_finite_padding
 from headwise.support.arguments import explain_arguments
 from headwise.support.tensors import tensors_of_arrays
+from headwise.support.text import human_bytes
 from headwise.support.tracing import evaluation_mode
 
 _explain_call = explain_arguments(checks.CALL, beyond=checks.advice_on_positional_call_arguments)
@@ -92,6 +93,10 @@ def _product_of_call(
         sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
         mask = part.mask(mask, device=q.device, **sizes)
         score_bias = part.score_bias(score_bias, device=q.device, **sizes)
+    if (tables := layer.place_tables) is not None:
+        projections = layer.q_proj, layer.k_proj
+        factor = layer.head_dim**-0.5 if layer.scale is None else layer.scale
+        score_bias = score_bias + tables(q, k, of_tokens=projections, scale=factor)
     scale = layer.scale
     if layer.latent is not None and scale is None:  # operands may be wider than head_dim
         scale = layer.head_dim**-0.5
@@ -167,7 +172,8 @@ class Attention(base.AttentionBase):
         v_bias: True for a bias in the projection of values; by default, without a latent.
         out_bias: True for a bias in the output projection.
         rotary: rotates queries and keys by their positions.
-        score_bias: added to the scores by distance, `Alibi` or `T5Bias`.
+        score_bias: added to the scores by distance, `Alibi` or `T5Bias`; or by distance, query
+            and key, `DebertaBias`.
         qk_norm: normalises queries and keys.
         window: (left, right): the number of keys before and after its position that a query
             may attend to; None for no bound.
@@ -366,6 +372,9 @@ class Attention(base.AttentionBase):
             line += "; dropout in training allocates queries x keys for A @ v"
         if self.part is not None:
             line += f"; {self.part} of {self.num_heads} here"
+        if self.place_tables is not None:
+            size = matrix.score_bias.tensors[-1]
+            line += f"; DeBERTa's terms are dense, {human_bytes(size.numel() * size.itemsize)}"
         if tokens.reached is not None:
             line += f"; {checks.describe_border(self.rotary, tokens.reached)}"
         counts, form = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}, None
@@ -518,7 +527,7 @@ class Attention(base.AttentionBase):
         bias = NO_BIAS if score_bias is None else require_score_bias_type(score_bias, "score_bias=")
         if self.window is not None:
             mask = mask & Mask.window(*self.window)
-        if self.score_bias is not None:
+        if self.score_bias is not None and self.place_tables is None:
             bias = bias + self.score_bias(align=None)
         if cache is not None:
             checks.check_cache_owner(cache, self.identity, crosses=source is not None)
@@ -529,4 +538,5 @@ class Attention(base.AttentionBase):
         call = packing.CallInputs(
             x, x if source is None else source, mask, bias, cache, gate, places
         )
+        call = call._replace(is_packable=self.place_tables is None)
         return call if self.part is None else call.prepare_tensors_for_part(self.part)

@@ -16,7 +16,7 @@ from headwise.errors import OptionError
 from headwise.function.gate import gate_width
 from headwise.function.rotary import Rotary
 from headwise.function.spec import GateKind, Latent, TemperatureRule, ValueRule
-from headwise.layers.distance import PositionBias
+from headwise.layers.distance import DebertaBias, PlaceTables, PositionBias
 from headwise.layers.norm import QKNorm
 from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
@@ -226,7 +226,10 @@ class AttentionBase(nn.Module):
         self.q_norm, self.k_norm = (
             None if norm is None else norm.module(n * self.head_dim, **options) for n in each
         )
-        self.score_bias = score_bias.module(heads, **options) if score_bias else None
+        sizes: dict[str, Any] = {}
+        if isinstance(score_bias, DebertaBias):
+            sizes = {n: getattr(self, n) for n in ("num_kv_heads", "head_dim", "embed_dim")}
+        self.score_bias = score_bias.module(heads, **sizes, **options) if score_bias else None
         norm, width = self.output_norm, self.value_dim
         if norm is not None:
             width *= heads if norm.over == "width" else 1
@@ -267,6 +270,11 @@ class AttentionBase(nn.Module):
     def applies_dropout(self) -> bool:
         """True if the next forward pass applies dropout."""
         return self.training and self.dropout > 0
+
+    @property
+    def place_tables(self) -> PlaceTables | None:
+        """The module of DeBERTa's terms, which makes a bias of queries and keys in each call."""
+        return self.score_bias if isinstance(self.score_bias, PlaceTables) else None
 
     @property
     def takes_positions(self) -> bool:
@@ -369,6 +377,14 @@ def check_options(
     for name, option in (positional | {"temperature": layer.temperature}).items():
         if crosses and option is not None:
             refuse_in_cross_attention(name, option, f"source_dim={layer.source_dim}")
+    if isinstance(score_bias, DebertaBias):
+        for name, other in {"rotary": layer.rotary, "latent": layer.latent}.items():
+            if other is not None:
+                raise OptionError(
+                    saw=f"score_bias={score_bias} with {name}={other}",
+                    needed="one of the two: DeBERTa's terms are of plain queries and keys",
+                    do=f"leave out {name}",
+                )
     if layer.rotary is not None:
         layer.rotary.rotated_width(layer.head_dim)
     check_scale_and_softcap(layer.scale, layer.softcap, dtype=dtype or torch.get_default_dtype())
@@ -449,7 +465,7 @@ def _check_option_types(layer: AttentionBase, score_bias: object) -> None:
             "score_bias",
             score_bias,
             PositionBias,
-            "an Alibi or a T5Bias; a ScoreBias is an argument of the call",
+            "an Alibi, a T5Bias or a DebertaBias; a ScoreBias is an argument of the call",
             "score_bias=Alibi()",
         ),
     )

@@ -27,7 +27,14 @@ from headwise.function.spec import (
 )
 from headwise.function.weights import NORMS, State, bias_of
 from headwise.layers.base import AttentionBase
-from headwise.layers.distance import Alibi, AlibiSlopes, T5Bias, T5BucketTable
+from headwise.layers.distance import (
+    Alibi,
+    AlibiSlopes,
+    DebertaBias,
+    PlaceTables,
+    T5Bias,
+    T5BucketTable,
+)
 from headwise.layers.norm import QKNorm
 from headwise.layouts import pattern
 from headwise.layouts._layout import Layout
@@ -91,6 +98,7 @@ def constructor_arguments_from_weights(
             do="pass scale=None for 1/sqrt(head_dim), or the number",
         )
     _check_table(canonical.get("distances"), user_options.get("score_bias"))
+    _check_places(canonical, user_options.get("score_bias"))
     wq, wk, wo = (canonical[name] for name in ("wq", "wk", "wo"))
     (heads, head_dim, embed_dim), source_dim, gates = wq.shape, wk.shape[2], canonical.get("wg")
     options: dict[str, Any] = {
@@ -140,6 +148,30 @@ def _check_table(table: Tensor | None, score_bias: Any) -> None:
         )
 
 
+def _check_places(canonical: State, score_bias: Any) -> None:
+    """Raise OptionError or ShapeError where DeBERTa's tensors and the option differ."""
+    rule = score_bias if isinstance(score_bias, DebertaBias) else None
+    table, needed = canonical.get("places"), set[str]()
+    if rule is not None:
+        needed = {"places"} | ({"places_norm"} if rule.eps is not None else set())
+        own = {"c2p": "wpk", "p2c": "wpq"}
+        needed |= set() if rule.is_shared else {own[term] for term in rule.terms}
+    held = canonical.keys() & {"places", "places_norm", "wpk", "wpq"}
+    if held != needed:
+        raise OptionError(
+            saw=f"score_bias={score_bias}, and tensors {', '.join(sorted(held)) or 'of none'}",
+            needed=f"tensors {', '.join(sorted(needed)) or 'of no relative positions'}",
+            do="pass score_bias=DebertaBias(...) as the model's config has it, with its table, "
+            "which all layers share; or leave these tensors out",
+        )
+    if rule is not None and table is not None and len(table) != 2 * rule.span:
+        raise ShapeError(
+            saw=f"DebertaBias(span={rule.span}), and a table of {len(table)} rows",
+            needed=f"{2 * rule.span} rows: span to both sides",
+            do=f"DebertaBias(span={len(table) // 2}), if that is what the model means",
+        )
+
+
 def _check_gates(kind: GateKind | None, gates: Tensor | None, *, value_dim: int) -> None:
     """Raise ShapeError where weights hold another number of gates than a kind has."""
     if kind is None or gates is None or gates.shape[1] == gate_width(kind, value_dim):
@@ -184,6 +216,9 @@ def layer_state_dict_from_canonical(canonical: State, layer: AttentionBase) -> d
     if layer.qk_norm is not None and layer.qk_norm.kind == "layer":  # ESM C's have no bias
         norms = {bias_of(n): torch.zeros_like(x) for n, x in canonical.items() if n in NORMS}
         canonical = norms | canonical
+    if layer.place_tables is not None:  # DeBERTa v1 has no bias of the keys of places
+        biases = {f"b{n[1:]}": canonical[n] for n in ("wpq", "wpk") if n in canonical}
+        canonical = {n: x.new_zeros(x.shape[:2]) for n, x in biases.items()} | canonical
     return layout_of_layer(layer).pack(canonical)
 
 
@@ -232,9 +267,11 @@ def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
 
 def _score_bias_rule(
     module: nn.Module | None,
-) -> rules.AlibiRule | rules.BucketRule | rules.Other | rules.Unset:
+) -> rules.AlibiRule | rules.BucketRule | rules.DisentangledRule | rules.Other | rules.Unset:
     if isinstance(module, AlibiSlopes):
         return rules.AlibiRule(module.bias_max, slopes=module.slopes)
+    if isinstance(module, PlaceTables):
+        return rules.DisentangledRule(**vars(module.rule))
     if isinstance(module, T5BucketTable):
         t5 = module.options
         return rules.BucketRule(t5.buckets, t5.max_distance, t5.bidirectional)
@@ -264,6 +301,8 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
         options["score_bias"] = Alibi(slopes=(*slopes.tolist(),))
     if isinstance(bias, rules.BucketRule) and bias.buckets is not FROM_CONFIG:
         options["score_bias"] = T5Bias(bias.buckets, bias.max_distance, bias.bidirectional)
+    if spec.places is not None:
+        options["score_bias"] = DebertaBias(**vars(spec.places))
     if isinstance(spec.window, tuple) and spec.window[0] is not FROM_CONFIG:
         options["window"] = spec.window
     if isinstance(spec.output_gate, str):

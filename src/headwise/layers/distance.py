@@ -1,6 +1,6 @@
-"""Score biases by distance: ALiBi's slopes, and T5's learned buckets.
+"""Score biases by distance: ALiBi's slopes, T5's learned buckets, and DeBERTa's terms.
 
-The formulas are in `headwise.function.distance`.
+The formulas are in `headwise.function.distance` and `headwise.function.disentangled`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Unpack, runtime_checkable
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.function import distance
-from headwise.function.spec import BIAS_MAX
+from headwise.function import disentangled, distance
+from headwise.function.spec import BIAS_MAX, DisentangledRule
+from headwise.function.stages import split_heads
 from headwise.layers.norm import Placement
 from headwise.masks.clause import Align
 from headwise.masks.score_bias import ScoreBias
@@ -241,3 +242,119 @@ class T5BucketTable(FixedTable):
     def extra_repr(self) -> str:
         """Return the options."""
         return repr(self.options)
+
+
+# ---- DeBERTa ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DebertaBias(DisentangledRule):
+    """DeBERTa's two terms of relative positions as an option of a layer.
+
+    Queries meet learned keys of places, and keys learned queries of places, in each head; see
+    `headwise.function.disentangled`. This depends on the tokens, so each call makes a dense bias of
+    (batch, heads, queries, keys), as DeBERTa's code does. Pass ``scale=(3 * head_dim) ** -0.5`` for
+    DeBERTa's scale with two terms, which multiplies them too.
+
+    Args:
+        span: half of the rows of the table; a position is from -span to span - 1.
+        max_distance: positions beyond half of the span share rows, up to this one; None if each
+            has its own, as in DeBERTa v1.
+        terms: "c2p" for queries with keys of places, "p2c" for keys with queries of places.
+        is_shared: True if the projections of tokens serve the table, as in v3.
+        eps: of a layer norm of the table; None for none.
+
+    Raises:
+        OptionError: a span below 1, a max_distance within half of it, or no known term.
+    """
+
+    def __post_init__(self) -> None:
+        if self.span < 1 or not self.terms or not {"c2p", "p2c"}.issuperset(self.terms):
+            raise OptionError(
+                saw=f"DebertaBias(span={self.span}, terms={self.terms})",
+                needed='a span from 1, and terms "c2p", "p2c" or both',
+                do="e.g. DebertaBias(span=256, max_distance=512), as in DeBERTa v3",
+            )
+        far = self.max_distance
+        if far is not None and not 2 <= self.span < 2 * (far - 1):
+            raise OptionError(
+                saw=f"DebertaBias(span={self.span}, max_distance={far})",
+                needed="a span from 2, and a max_distance beyond half of it: such positions share "
+                "rows",
+                do="e.g. DebertaBias(span=256, max_distance=512), as in DeBERTa v3",
+            )
+
+    def module(
+        self,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int = 1,
+        embed_dim: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> PlaceTables:
+        """Make the table of places, its norm, and its projections for heads of these sizes."""
+        widths = (num_heads * head_dim, (num_kv_heads or num_heads) * head_dim)
+        return PlaceTables(self, embed_dim, widths, device=device, dtype=dtype)
+
+
+class PlaceTables(nn.Module):
+    """Learned vectors of relative positions, (2 * span, embed_dim), and their projections."""
+
+    def __init__(
+        self,
+        rule: DebertaBias,
+        embed_dim: int,
+        widths: tuple[int, int],
+        **place: Unpack[Placement],
+    ) -> None:
+        super().__init__()
+        self.rule = rule
+        self.rel_embeddings = nn.Embedding(2 * rule.span, embed_dim, **place)
+        norm = None if rule.eps is None else nn.LayerNorm(embed_dim, rule.eps, **place)
+        self.norm, self.q_proj, self.k_proj = norm, None, None
+        if not rule.is_shared:
+            of_q, of_k = widths
+            q_proj, k_proj = (nn.Linear(embed_dim, n, **place) for n in (of_q, of_k))
+            self.q_proj = q_proj if "p2c" in rule.terms else None
+            self.k_proj = k_proj if "c2p" in rule.terms else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the table and its projections as DeBERTa does, normal with 0.02."""
+        for module in (self.rel_embeddings, self.q_proj, self.k_proj):
+            if module is not None:
+                nn.init.normal_(module.weight, std=0.02)
+        if self.norm is not None:
+            self.norm.reset_parameters()
+
+    def forward(
+        self,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys head_dim"],
+        *,
+        of_tokens: tuple[nn.Module, nn.Module],
+        scale: float,
+    ) -> ScoreBias:
+        """Return the terms of a call whose last query is at its last key, as a dense bias.
+
+        ``of_tokens`` are the projections of queries and of keys, which the table may share.
+        """
+        rule, norm, table = self.rule, self.norm, self.rel_embeddings.weight
+        held = (None, None) if norm is None else (norm.weight, norm.bias)
+        vectors = disentangled.place_vectors(rule, table, *held)[None]
+        of_q: Any
+        of_k: Any
+        of_q, of_k = of_tokens if rule.is_shared else (self.q_proj, self.k_proj)
+        places_q = split_heads(of_q(vectors), heads=q.shape[1]) if "p2c" in rule.terms else None
+        places_k = split_heads(of_k(vectors), heads=k.shape[1]) if "c2p" in rule.terms else None
+        queries, keys = q.shape[2], k.shape[2]
+        at = torch.arange(keys, device=q.device)
+        distances = (at - at[keys - queries :, None])[None, None]
+        bias = disentangled.place_terms(rule, q, k, distances, places_q, places_k)
+        return ScoreBias(tensors=(scale * bias,))
+
+    def extra_repr(self) -> str:
+        """Return the options."""
+        return repr(self.rule)

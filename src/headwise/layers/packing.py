@@ -44,6 +44,7 @@ class CallInputs(NamedTuple):
     cache: Cache | None
     gate: Tensor | None = None
     places: Tensor | None = None  # the caller's positions, (batch, queries, axes)
+    is_packable: bool = True  # False if the layer adds a dense bias to the scores
 
     def prepare_tensors_for_part(self, part: HeadPart) -> CallInputs:
         tensors = self.score_bias.all_tensors()
@@ -238,7 +239,7 @@ def pack_real_tokens(call: CallInputs) -> Packed | None:
 def _is_packable(call: CallInputs) -> bool:
     # A dense clause names its keys by their place in the batch.
     is_dense = call.score_bias.tensors or call.mask.clauses_of_kind(Dense)
-    if is_dense or not may_read_values(call.x):
+    if is_dense or not call.is_packable or not may_read_values(call.x):
         return False
     # In cross attention packing changes the distances between queries and keys.
     by_distance = call.score_bias.by_distance or any(c.is_relative for c in call.mask.clauses)

@@ -17,6 +17,7 @@ from headwise.function.weights import (
     OPTIONAL,
     ROTATED,
     ROTATED_WITH_LATENT,
+    SHARED,
     State,
     add_wider,
 )
@@ -369,6 +370,17 @@ class Layout(ShownInNotebook):
     def axis_splits_with_defaults(self) -> Splits:
         """``splits``, with that of heads into kv_heads and group unless it says another."""
         return {**notation.GROUPED, **self.splits}
+
+    def with_shared_tables(self, held: Iterable[str]) -> Layout:
+        """Return the layout with those of its tables beside the modules that are held.
+
+        ``held`` are names in ``outside``, or of canonical tensors.
+        """
+        held = {*held}
+        canonical = {name: text.partition(":")[0] for name, text in self.outside.items()}
+        named = (n for n, x in canonical.items() if x in SHARED and not held.isdisjoint((n, x)))
+        tables = {name: self.outside[name] for name in named}
+        return replace(self, tensors={**self.tensors, **tables}) if tables else self
 
     @property
     def canonical_tensor_names(self) -> set[str]:

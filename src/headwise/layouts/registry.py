@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib import import_module
@@ -11,6 +11,7 @@ from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 from headwise.errors import OptionError
+from headwise.function.spec import SAM, SHAW, SWIN, SWIN_2, TRANSFORMER_XL, WAVLM, Other
 from headwise.layouts import catalogue
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import find_modules, find_unlisted_tensors_of_module
@@ -113,17 +114,28 @@ OTHERS = {
         "its attention chooses keys, or has gates of the latent of queries",
         "headwise scan runs such a model; its weights have no layout",
     ),
-    r"\.(pos_key_proj|pos_query_proj|pos_proj|pos_q_proj|linear_pos|pos_bias_u|r_net|r_w_bias"
-    r"|distance_embedding|relative_position_bias_table)\b": Obstacle(
-        "its attention has relative positions in its scores, with weights that no layout has",
-        "headwise scan runs such a model; its weights have no layout",
-    ),
+}
+OWN_BIAS = (
+    "headwise scan runs such a model; for one layer, compute the term and give it to "
+    'AttentionMatrix as ScoreBias.dense (docs/migrating.md, "Relative positions")'
+)
+# A pattern of tensor names in an attention -> what they add to its scores, which no layer has.
+SCORES = {
+    r"(^|\.)(linear_pos|pos_bias_[uv]|bias_[uv]|r_[wr]_bias|r_net|r_kernel|relative_k_proj"
+    r"|relative_position_embedding\.pos_proj)\b": TRANSFORMER_XL,
+    r"(^|\.)(distance_embedding|rel_pos_emb)\b": SHAW,
+    r"(^|\.)(cpb_mlp|continuous_position_bias_mlp)\b": SWIN_2,
+    r"(^|\.)relative_position_bias_table$": SWIN,
+    r"(^|\.)rel_pos_[hw]$": SAM,
+    r"(^|\.)gru_rel_pos_(const|linear)\b": WAVLM,
 }
 
 
 def find_obstacle(names: Mapping[str, Any] | Collection[str]) -> Obstacle | None:
     """Return the reason why no layout fits tensors, or None where none is known."""
     known = find_quantisation(names) or _find_by_name(names, OTHERS)
+    if known is None and (form := find_score_form(names)) is not None:
+        return Obstacle(describe_score_form(*form), OWN_BIAS)
     if known is None and isinstance(names, Mapping):
         known = _find_stacked_layers(names)
     if known is not None:
@@ -135,6 +147,19 @@ def find_obstacle(names: Mapping[str, Any] | Collection[str]) -> Obstacle | None
     more = f" and {len(strays) - 1} more" if len(strays) > 1 else ""
     reason = f"its names would be those of {layout}, but for `{strays[0]}`{more}"
     return Obstacle(reason, "leave these tensors out if they are no part of attention")
+
+
+def find_score_form(names: Iterable[str]) -> tuple[Other, str] | None:
+    """Return what tensors add to the scores that no layer has, with the name that tells it."""
+    names = list(names)
+    for pattern, form in SCORES.items():
+        if name := next((name for name in names if re.search(pattern, name)), None):
+            return form, name
+    return None
+
+
+def describe_score_form(form: Other, name: str) -> str:
+    return f"its scores have {form.name}, which no layer here has, as `{name}` shows"
 
 
 def find_quantisation(names: Collection[str]) -> Obstacle | None:

@@ -2,7 +2,14 @@
 
 from functools import partial
 
-from headwise.function.spec import FROM_CONFIG, AttentionSpec, BucketRule, Other, RotaryRule
+from headwise.function.spec import (
+    FROM_CONFIG,
+    TRANSFORMER_XL,
+    AttentionSpec,
+    BucketRule,
+    Other,
+    RotaryRule,
+)
 from headwise.layouts import catalogue
 from headwise.layouts.catalogue import describe_layout, output_projection, projections
 
@@ -20,7 +27,12 @@ _encoder = partial(describe_layout, mask="added")
 _deberta = partial(
     describe_layout,
     where=_WHERE,
-    outside=_BERT,
+    outside=catalogue.weights_outside_attention(_BERT)
+    | {
+        "encoder.rel_embeddings.weight": "places: buckets embed_dim",
+        "encoder.LayerNorm.weight": "places_norm: embed_dim",
+        "encoder.LayerNorm.bias": "places_norm_bias: embed_dim",
+    },
     function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
     mask="True attends",
 )
@@ -116,16 +128,27 @@ LAYOUTS = (
             "self.q_bias": "bq: (heads head_dim)",
             "self.v_bias": "bv: (heads head_dim)",
             **output_projection("output.dense"),
+            "self.pos_proj.weight": "wpk: (heads head_dim) embed_dim",
+            "self.pos_q_proj.weight": "wpq: (heads head_dim) embed_dim",
+            "self.pos_q_proj.bias": "bpq: (heads head_dim)",
         },
-        beside=(*_NORM, "self.pos_proj.weight", "self.pos_q_proj.*"),
+        beside=_NORM,
         note="DeBERTa v1. With pos_att_type the scale is 1/sqrt((1 + its length) head_dim), and "
-        "terms of the distance are added, whose projections are passed on as they are",
+        "terms of the distance are added. One table of places, encoder.rel_embeddings, serves all "
+        "layers; a conversion passes it on as it is",
     ),
     _deberta(
         name="deberta-v2",
-        tensors=projections("self.query_proj self.key_proj self.value_proj output.dense"),
-        beside=(*_NORM, "self.pos_key_proj.*", "self.pos_query_proj.*"),
-        note="DeBERTa v2 and v3; the scale and the terms of the distance are as in v1",
+        tensors=projections("self.query_proj self.key_proj self.value_proj output.dense")
+        | {
+            "self.pos_key_proj.weight": "wpk: (heads head_dim) embed_dim",
+            "self.pos_key_proj.bias": "bpk: (heads head_dim)",
+            "self.pos_query_proj.weight": "wpq: (heads head_dim) embed_dim",
+            "self.pos_query_proj.bias": "bpq: (heads head_dim)",
+        },
+        beside=_NORM,
+        note="DeBERTa v2 and v3; the scale and the terms are as in v1. In v3 query_proj and "
+        "key_proj serve the table of places too, behind its norm, encoder.LayerNorm",
     ),
     describe_layout(
         name="modernbert",
@@ -153,7 +176,7 @@ LAYOUTS = (
         },
         where={"self": "layer.{layer}.rel_attn."},
         beside=("r", "r_w_bias", "r_r_bias", "r_s_bias", "seg_embed", "layer_norm.*"),
-        function=AttentionSpec(score_bias=Other("relative keys")),
+        function=AttentionSpec(score_bias=TRANSFORMER_XL),
         mask="True hides",
         axes="length batch width",
         note="all matrices, o among them, are (width, heads, head_dim). Keys of the distances and "

@@ -14,6 +14,13 @@ _TENSORS = projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", **A
     "o_norm.bias": "o_norms_bias: (heads value_dim)",
     "sink": "sink: heads",
     "score_bias.relative_attention_bias.weight": "distances: buckets heads",
+    "score_bias.rel_embeddings.weight": "places: buckets embed_dim",
+    "score_bias.norm.weight": "places_norm: embed_dim",
+    "score_bias.norm.bias": "places_norm_bias: embed_dim",
+    "score_bias.q_proj.weight": "wpq: (heads head_dim) embed_dim",
+    "score_bias.q_proj.bias": "bpq: (heads head_dim)",
+    "score_bias.k_proj.weight": "wpk: (kv_heads head_dim) embed_dim",
+    "score_bias.k_proj.bias": "bpk: (kv_heads head_dim)",
 }
 _layer = partial(
     describe_layout,

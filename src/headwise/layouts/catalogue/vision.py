@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
+from headwise.function.spec import FROM_CONFIG, SWIN, SWIN_2, AttentionSpec, Other, RotaryRule
 from headwise.layouts import catalogue
 from headwise.layouts.catalogue import describe_layout, projections, qkv_fused_by_projection
 
@@ -21,7 +21,7 @@ _CLIP = (
 _timm = partial(describe_layout, where={"self": "blocks.{layer}.attn."}, outside=_TIMM)
 _swin = partial(
     describe_layout,
-    function=AttentionSpec(score_bias=Other("by place in the window")),
+    function=AttentionSpec(score_bias=SWIN),
     mask="added",
     note="stages have different numbers of heads: give head_dim, which they share",
 )
@@ -30,7 +30,7 @@ _swin_v2 = partial(
     function=AttentionSpec(
         scale=1.0,
         qk_norm=Other("l2 over head, with a learned scale for each head"),
-        score_bias=Other("by an MLP of the place in the window"),
+        score_bias=SWIN_2,
     ),
     mask="added",
     note="scores are cosines times exp(logit_scale), at most 100, plus 16 sigmoid of the MLP; the "
