@@ -24,8 +24,8 @@ from headwise.diagnosis.simulation.model import (
 )
 from headwise.errors import OptionError
 from headwise.function.distance import bucket_of_distances, count_unshared_distances, slopes_of
-from headwise.function.records import scale_products
-from headwise.function.spec import BucketRule, Softcap
+from headwise.function.records import scale_products, scaled_place_terms
+from headwise.function.spec import BucketRule, DisentangledRule, Softcap
 from headwise.function.stages import repeat_kv_heads
 from headwise.identify.catalogue import SCORES, WEIGHTS
 from headwise.identify.moves.move import find_factor_formula, format_dtype, list_formulas
@@ -170,6 +170,9 @@ def _distance_bias_coefficient(evidence: Evidence) -> Variants:
     if model.settings.buckets is not None:
         yield from _coefficients_of_table(model)
         return
+    if model.settings.places is not None:
+        yield from _coefficients_of_places(evidence, model.settings.places)
+        return
     is_missing = slopes is None
     if slopes is None:
         slopes = alibi_slopes(model.settings.num_heads).double()
@@ -195,6 +198,34 @@ def _coefficients_of_table(model: AttentionModel) -> Variants:
         return Variant(changed, {"coefficient": factor}, f"biases divided by {factor:.6g}")
 
     yield Family(make, (-1.0, 0.5, 2.0))
+
+
+def _coefficients_of_places(evidence: Evidence, rule: DisentangledRule) -> Variants:
+    repair = "add DeBERTa's terms to the scores: DebertaBias(...)"
+    bare = evidence.model.with_settings(score_bias=None)
+    yield Variant(bare, {"coefficient": 0.0}, repair)
+    for term in rule.terms if len(rule.terms) > 1 else ():
+        rest = tuple(other for other in rule.terms if other != term)
+        model = evidence.model.with_settings(score_bias=replace(rule, terms=rest))
+        repair = f"add the term {term} too, of {_MEET[term]}, at the same scale"
+        yield Variant(model, {"left out": term}, repair)
+
+    def make(factor: float) -> Variant:
+        model = evidence.replace_stages(SCORES, _add_places, {}, factor)
+        return Variant(model, {"coefficient": factor}, f"terms divided by {factor:.6g}")
+
+    yield Family(make, (-1.0, 0.5, 2.0, 8.0))
+
+
+_MEET = {"c2p": "queries with keys of places", "p2c": "keys with queries of places"}
+
+
+def _add_places(turned: Mapping[str, int], factor: float, forced: ForcedStage) -> Tensor:
+    """Return scores with other terms of DeBERTa: times a factor, or with distances turned."""
+    usual, distances = forced.usual_result(), forced.distances
+    changed = {term: sign * distances for term, sign in turned.items()}
+    right, other = scaled_place_terms(forced), scaled_place_terms(forced, **changed)
+    return usual if right is None or other is None else usual + factor * other - right
 
 
 def _distance_bias_slope_rule(evidence: Evidence) -> Variants:
@@ -452,7 +483,12 @@ def _list_buckets(rule: BucketRule) -> Iterator[tuple[dict[str, int], Buckets]]:
 
 
 def _relative_bias_reversed(evidence: Evidence) -> Variants:
-    rule = evidence.model.settings.buckets
+    rule, places = evidence.model.settings.buckets, evidence.model.settings.places
+    for terms in _list_turned(places.terms) if places else ():
+        turned = dict.fromkeys(terms, -1)
+        model = evidence.replace_stages(SCORES, _add_places, turned, 1.0)
+        repair = f"the row of i - j, query less key, in {' and '.join(terms)}"
+        yield Variant(model, {"distance": "key less query", "of": " and ".join(terms)}, repair)
     if rule is not None:
         usual = _buckets_of_rule(rule)
         bias = partial(_look_up, lambda distances: usual(-distances))
@@ -461,6 +497,11 @@ def _relative_bias_reversed(evidence: Evidence) -> Variants:
         yield Variant(model, {"distance": "query less key"}, repair)
         model = evidence.model.with_weights(distances=evidence.model.weights["distances"].flip(1))
         yield Variant(model, {"heads": "in reverse order"}, "table.flip(1), (buckets, heads)")
+
+
+def _list_turned(terms: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the terms of DeBERTa that code may turn: all, or one of two, as the paper writes."""
+    return [terms, *((term,) for term in terms if len(terms) > 1)]
 
 
 def _relative_bias_reshaped(evidence: Evidence) -> Variants:

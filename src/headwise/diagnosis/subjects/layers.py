@@ -75,10 +75,11 @@ class NativeSubject(ModuleSubject):
                     setattr(parent, name, _merged(child))
         weights = conversion.state_per_head(self.float64_layer, merged.state_dict())
         bias = self.module.score_bias
-        if not isinstance(bias, distance.AlibiSlopes | distance.T5BucketTable | None):
+        known = distance.AlibiSlopes, distance.T5BucketTable, distance.PlaceTables, type(None)
+        if not isinstance(bias, known):
             raise OptionError(
                 saw=f"a score bias of {type(bias).__name__}",
-                needed="Alibi, T5Bias or none, whose formula is known",
+                needed="Alibi, T5Bias, DebertaBias or none, whose formula is known",
                 do="compare the layers without it, or as functions: compare(lambda x: a(x), b)",
             )
         return AttentionModel(self.float64_layer.spec, weights)
