@@ -11,7 +11,7 @@ from headwise import Attention, Mask, Rotary, ScoreBias
 from headwise.function import Latent
 from headwise.function.scaling import LinearScaling, ProportionalScaling, YarnScaling
 from headwise.function.spec import TemperatureRule, ValueRule
-from headwise.layers.distance import Alibi, T5Bias
+from headwise.layers.distance import Alibi, DebertaBias, T5Bias
 from headwise.layers.norm import QKNorm
 
 BATCH, QUERIES, KEYS, EMBED, SOURCE, HEADS = 3, 24, 29, 40, 33, 6
@@ -41,6 +41,8 @@ LAYER: dict[str, dict[str, dict[str, Any]]] = {
         "none": {},
         "alibi": {"score_bias": Alibi()},
         "t5": {"score_bias": T5Bias(buckets=8, max_distance=20)},
+        "deberta": {"score_bias": DebertaBias(6, 12, eps=1e-7)},
+        "deberta, shared": {"score_bias": DebertaBias(5, is_shared=True)},
     },
     "qk_norm": {
         "none": {},
@@ -98,6 +100,10 @@ def allowed(case: Case) -> bool:
     """Whether the options chosen so far can be combined."""
     places = ("rotary", "by distance", "window", "temperature")
     if case.get("source") == "another" and any(case.get(n, "none") != "none" for n in places):
+        return False
+    if case.get("by distance", "none").startswith("deberta") and (
+        case.get("rotary", "none") != "none" or case.get("latent", "none") != "none"
+    ):
         return False
     if case.get("latent", "none") != "none" and (
         case.get("kv_heads", "6") != "6"

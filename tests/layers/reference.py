@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, Mask, Rotary, ScoreBias
 from headwise.function import stages
-from headwise.function.spec import TemperatureRule
+from headwise.function.spec import DisentangledRule, TemperatureRule
 from headwise.layers.norm import QKNorm
 
 
@@ -36,7 +36,11 @@ def head_outputs(
     mask, score_bias = mask or Mask(), score_bias or ScoreBias()
     if layer.window is not None:
         mask = mask & Mask.window(*layer.window)
-    if layer.score_bias is not None:
+    if isinstance(rule := getattr(layer.score_bias, "rule", None), DisentangledRule):
+        scale = q.shape[-1] ** -0.5 if layer.scale is None else layer.scale
+        terms = scale * places_met(layer, rule, q, k)
+        score_bias = score_bias + ScoreBias.dense(terms, axes="batch heads queries keys")
+    elif layer.score_bias is not None:
         score_bias = score_bias + layer.score_bias(align=None)
     outputs = stages.head_outputs(
         q,
@@ -83,6 +87,42 @@ def from_latents(layer: Attention, x: Tensor, places: Tensor) -> tuple[Tensor, T
     if layer.rotary is not None:
         queries, keys = (rotated(x, layer.rotary, places) for x in (queries, keys))
     return queries, keys, torch.stack(applied(layer.v_proj, c).chunk(layer.num_heads, -1), 1)
+
+
+def places_met(layer: Attention, rule: DisentangledRule, q: Tensor, k: Tensor) -> Tensor:
+    """DeBERTa's terms before the scale, pair by pair."""
+    held = layer.score_bias
+    places = held.rel_embeddings.weight
+    if held.norm is not None:
+        places = places - places.mean(-1, keepdim=True)
+        places = places / (places.square().mean(-1, keepdim=True) + rule.eps).sqrt()
+        places = places * held.norm.weight + held.norm.bias
+    of_q = layer.q_proj if rule.is_shared else held.q_proj
+    of_k = layer.k_proj if rule.is_shared else held.k_proj
+    terms = []
+    for head in range(q.shape[1]):
+        kv = head * k.shape[1] // q.shape[1]
+        queries, keys = q[:, head], k[:, kv]
+        total = torch.zeros_like(queries @ keys.mT)
+        rows = [[row_of(rule, i - j) for j in range(keys.shape[1])] for i in range(q.shape[2])]
+        if "c2p" in rule.terms:
+            place_keys = applied(of_k, places).chunk(k.shape[1], -1)[kv]
+            total = total + torch.einsum("bid,ijd->bij", queries, place_keys[rows])
+        if "p2c" in rule.terms:
+            place_queries = applied(of_q, places).chunk(q.shape[1], -1)[head]
+            total = total + torch.einsum("bjd,ijd->bij", keys, place_queries[rows])
+        terms.append(total)
+    return torch.stack(terms, 1)
+
+
+def row_of(rule: DisentangledRule, place: int) -> int:
+    """The row of one position, by DeBERTa's formula."""
+    mid = rule.span // 2
+    if rule.max_distance is not None and abs(place) > mid:
+        steps = math.log(abs(place) / mid) / math.log((rule.max_distance - 1) / mid)
+        far = math.ceil(steps * (mid - 1) - 1e-6) + mid
+        place = far if place > 0 else -far
+    return min(max(place + rule.span, 0), 2 * rule.span - 1)
 
 
 def warmed(q: Tensor, rule: TemperatureRule | None, places: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.function import disentangled, distance
-from headwise.function.spec import BIAS_MAX, DisentangledRule
+from headwise.function.spec import BIAS_MAX, AlibiRule, BucketRule, DisentangledRule
 from headwise.function.stages import split_heads
 from headwise.layers.norm import Placement
 from headwise.masks.clause import Align
@@ -139,6 +139,11 @@ class AlibiSlopes(FixedTable):
         super().__init__(slopes or single, least=torch.float32, **place)
         self.bias_max, self.slopes = bias_max, slopes
 
+    @property
+    def rule(self) -> AlibiRule:
+        """The slopes, as `AttentionSpec` has them."""
+        return AlibiRule(self.bias_max, slopes=self.slopes)
+
     def forward(self, *, align: Align | None) -> ScoreBias:
         """Return the bias ``-slope * |key - query|``."""
         return ScoreBias.alibi(self.numbers, align=align)
@@ -230,6 +235,12 @@ class T5BucketTable(FixedTable):
         self.relative_attention_bias = nn.Embedding(options.buckets, num_heads, **place)
         self.reset_parameters()
 
+    @property
+    def rule(self) -> BucketRule:
+        """The buckets, as `AttentionSpec` has them."""
+        t5 = self.options
+        return BucketRule(t5.buckets, t5.max_distance, t5.bidirectional)
+
     def reset_parameters(self) -> None:
         """Set the table to 0."""
         nn.init.zeros_(self.relative_attention_bias.weight)
@@ -296,7 +307,8 @@ class DebertaBias(DisentangledRule):
     ) -> PlaceTables:
         """Make the table of places, its norm, and its projections for heads of these sizes."""
         widths = (num_heads * head_dim, (num_kv_heads or num_heads) * head_dim)
-        return PlaceTables(self, embed_dim, widths, device=device, dtype=dtype)
+        rule = DisentangledRule(**vars(self))
+        return PlaceTables(rule, embed_dim, widths, device=device, dtype=dtype)
 
 
 class PlaceTables(nn.Module):
@@ -304,7 +316,7 @@ class PlaceTables(nn.Module):
 
     def __init__(
         self,
-        rule: DebertaBias,
+        rule: DisentangledRule,
         embed_dim: int,
         widths: tuple[int, int],
         **place: Unpack[Placement],

@@ -17,10 +17,11 @@ from headwise.diagnosis.simulation.model import AttentionModel, Inputs, Recorded
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.rounding import is_near
-from headwise.function.spec import AttentionSpec, Sides
+from headwise.function.spec import AttentionSpec, Other, Sides
 from headwise.function.stages import mix_values
-from headwise.layers import checks, conversion, distance
+from headwise.layers import conversion, distance
 from headwise.layers.attention import Attention
+from headwise.layers.options import POSITIONAL
 from headwise.layouts import registry
 from headwise.masks.mask import Mask
 from headwise.scanning.call import CapturedCall
@@ -62,7 +63,7 @@ class NativeSubject(ModuleSubject):
 
     def __init__(self, layer: Attention) -> None:
         super().__init__(layer, "headwise.Attention")
-        self.takes_source = all(getattr(layer, name) is None for name in checks.POSITIONAL_OPTIONS)
+        self.takes_source = all(getattr(layer, name) is None for name in POSITIONAL)
         self.step_arguments = frozenset({"mask"})
 
     @cached_property
@@ -74,15 +75,14 @@ class NativeSubject(ModuleSubject):
                 if isinstance(getattr(child, "base_layer", None), nn.Module):
                     setattr(parent, name, _merged(child))
         weights = conversion.state_per_head(self.float64_layer, merged.state_dict())
-        bias = self.module.score_bias
-        known = distance.AlibiSlopes, distance.T5BucketTable, distance.PlaceTables, type(None)
-        if not isinstance(bias, known):
+        spec = self.float64_layer.spec
+        if isinstance(spec.score_bias, Other):
             raise OptionError(
-                saw=f"a score bias of {type(bias).__name__}",
+                saw=f"a score bias of {type(self.module.score_bias).__name__}",
                 needed="Alibi, T5Bias, DebertaBias or none, whose formula is known",
                 do="compare the layers without it, or as functions: compare(lambda x: a(x), b)",
             )
-        return AttentionModel(self.float64_layer.spec, weights)
+        return AttentionModel(spec, weights)
 
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a layer in its dtype."""
