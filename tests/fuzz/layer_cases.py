@@ -13,7 +13,7 @@ from headwise.function import Latent
 from headwise.function.rotary import axes_of_sections
 from headwise.function.scaling import LinearScaling, ProportionalScaling
 from headwise.function.spec import TemperatureRule, ValueRule
-from headwise.layers.distance import Alibi, T5Bias
+from headwise.layers.distance import Alibi, DebertaBias, T5Bias
 from headwise.layers.norm import QKNorm
 from headwise.testing import Budget
 from tests.fuzz import oracle_layers
@@ -141,6 +141,14 @@ def _places(
         given["score_bias"] = chance.choose(
             (Alibi(), Alibi(bias_max=4.0), T5Bias(8, 20, False), T5Bias(8, 9, True))
         )
+        if given.keys().isdisjoint({"rotary", "latent"}) and chance.maybe(0.4):
+            given["score_bias"] = DebertaBias(
+                chance.choose((1, 3, 7)) if (apart := chance.maybe()) else chance.choose((4, 6)),
+                max_distance=None if apart else 11,
+                terms=chance.choose((("c2p", "p2c"), ("c2p",), ("p2c",))),
+                is_shared=chance.maybe(),
+                eps=chance.choose((None, 1e-7, 1e-2)),
+            )
     if decodes or chance.maybe(0.3):
         right = 0 if decodes else chance.choose((0, 0, 2, None))
         given["window"] = (chance.choose((0, 1, 4, 30)), right)
@@ -162,7 +170,9 @@ def _numbers(layer: Attention, options: dict[str, Any]) -> None:
         options |= {"turns": -turns if rotary.backwards else turns, "pairing": rotary.pairing}
         options["axes"] = rotary.axes
     bias = layer.score_bias
-    if bias is not None and hasattr(bias, "options"):
+    if layer.place_tables is not None:
+        options["places"] = vars(layer.place_tables.rule)
+    elif bias is not None and hasattr(bias, "options"):
         t5 = bias.options
         options["t5"] = (t5.buckets, t5.max_distance, t5.bidirectional)
     elif bias is not None:

@@ -79,6 +79,37 @@ def buckets(d: Array, count: int, most: int, both: bool) -> Array:
     return later + np.where(far < near, far, np.minimum(shared, half - 1))
 
 
+def place_rows(d: Array, rule: dict[str, Any]) -> Array:
+    """DeBERTa's row of each distance (He et al. 2021, section 3.1; its code, version 2)."""
+    ahead, span, far = -d, rule["span"], rule["max_distance"]
+    if far is not None:
+        mid = span // 2
+        over = np.maximum(np.abs(d), mid).astype(np.float32) / np.float32(mid)
+        steps = np.log(over) / np.log(np.float32((far - 1) / mid)) * np.float32(mid - 1)
+        shared = np.ceil(steps).astype(int) + mid
+        ahead = np.where(np.abs(d) <= mid, ahead, np.sign(ahead) * shared)
+    return np.clip(ahead + span, 0, 2 * span - 1)
+
+
+def places_met(p: Parameters, o: dict[str, Any], q: Array, k: Array) -> Array:
+    """DeBERTa's scaled terms, (batch, heads, queries, keys)."""
+    rule, scale, table = o["places"], o.get("scale"), p["score_bias.rel_embeddings.weight"]
+    if rule["eps"] is not None:
+        norm = {"kind": "layer", "eps": rule["eps"], "one_plus": 0.0}
+        table = normed(p, "score_bias.norm", table, norm)
+    start = "" if rule["is_shared"] else "score_bias."
+    rows = place_rows(distances(None, q.shape[2], k.shape[2]), rule)
+    every, terms = np.repeat(k, q.shape[1] // k.shape[1], 1), 0
+    if "c2p" in rule["terms"]:
+        of_keys = split(linear(p, f"{start}k_proj", table[None]), k.shape[1])[0]
+        of_keys = np.repeat(of_keys, q.shape[1] // k.shape[1], 0)
+        terms = terms + np.einsum("bhid,hijd->bhij", q, of_keys[:, rows])
+    if "p2c" in rule["terms"]:
+        of_queries = split(linear(p, f"{start}q_proj", table[None]), q.shape[1])[0]
+        terms = terms + np.einsum("bhjd,hijd->bhij", every, of_queries[:, rows])
+    return terms * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
 # ---- the native layer --------------------------------------------------------------------------
 
 
@@ -199,6 +230,8 @@ def attention(
         d = distances(None, x.shape[1], source.shape[1])
         table = p["score_bias.relative_attention_bias.weight"]
         parts = [*parts, ("dense", np.moveaxis(table[buckets(d, *o["t5"])], 2, 0)[None])]
+    if "places" in o:
+        parts = [*parts, ("dense", places_met(p, o, q, k))]
     matrix = Matrix(q, k, clauses, parts, o.get("scale"), o.get("softcap"), p.get("sink"))
     outputs = normed_outputs(p, o, matrix.outputs(v))
     if "gate_proj.weight" in p:

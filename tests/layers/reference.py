@@ -104,13 +104,14 @@ def places_met(layer: Attention, rule: DisentangledRule, q: Tensor, k: Tensor) -
         kv = head * k.shape[1] // q.shape[1]
         queries, keys = q[:, head], k[:, kv]
         total = torch.zeros_like(queries @ keys.mT)
-        rows = [[row_of(rule, i - j) for j in range(keys.shape[1])] for i in range(q.shape[2])]
+        count = keys.shape[1]
+        rows = [[row_of(rule, i - j) for j in range(count)] for i in range(q.shape[2])]
         if "c2p" in rule.terms:
             place_keys = applied(of_k, places).chunk(k.shape[1], -1)[kv]
-            total = total + torch.einsum("bid,ijd->bij", queries, place_keys[rows])
+            total = total + torch.einsum("bid,ijd->bij", queries, place_keys[torch.tensor(rows)])
         if "p2c" in rule.terms:
             place_queries = applied(of_q, places).chunk(q.shape[1], -1)[head]
-            total = total + torch.einsum("bjd,ijd->bij", keys, place_queries[rows])
+            total = total + torch.einsum("bjd,ijd->bij", keys, place_queries[torch.tensor(rows)])
         terms.append(total)
     return torch.stack(terms, 1)
 

@@ -24,6 +24,7 @@ def query_factors(
     """
     exact = torch.promote_types(dtype, torch.float32)
     positions = positions[0] if positions.dim() == 3 else positions
+    positions = positions.clamp(min=0)  # those of padding before a sequence are negative
     share = (positions.to(exact) + rule.first) / rule.length
     grown = share.clamp(min=1).log() if rule.kind == "smooth" else share.floor().log1p()
     factors = (1 + rule.factor * grown).to(dtype)[..., None]

@@ -19,7 +19,7 @@ from headwise.errors import HeadwiseError, OptionError
 from headwise.function.rounding import is_near
 from headwise.function.spec import AttentionSpec, Other, Sides
 from headwise.function.stages import mix_values
-from headwise.layers import conversion, distance
+from headwise.layers import conversion
 from headwise.layers.attention import Attention
 from headwise.layers.options import POSITIONAL
 from headwise.layouts import registry
