@@ -16,6 +16,20 @@ PROJECTIONS = [f"{AT}{role}_proj" for role in "qkvo"]
 LLAMA = {f"{name}.weight": torch.randn(24, 24) for name in PROJECTIONS}
 
 
+# A tensor of transformers beside the projections -> what it adds to the scores.
+SCORES = {
+    "linear_pos.weight": "Transformer-XL's relative positions",  # Conformer
+    "bias_u": "Transformer-XL's relative positions",  # Parakeet
+    "r_w_bias": "Transformer-XL's relative positions",  # XLNet, Funnel
+    "distance_embedding.weight": "Shaw's relative positions",  # Wav2Vec2-BERT
+    "rel_pos_emb.weight": "Shaw's relative positions",  # Granite Speech
+    "relative_position_bias_table": "a table by place in the window",  # Swin
+    "continuous_position_bias_mlp.0.weight": "an MLP of the place in the window",  # Swin v2
+    "rel_pos_h": "rows and columns of the unscaled query",  # SAM
+    "gru_rel_pos_const": "a gated table of distances",  # WavLM
+}
+
+
 def of_each(*parts: str) -> dict[str, Tensor]:
     return {f"{name}.{part}": torch.zeros(3, 5) for name in PROJECTIONS for part in parts}
 
@@ -35,10 +49,9 @@ def of_each(*parts: str) -> dict[str, Tensor]:
             "chooses keys",
             "headwise scan",
         ),
-        (
-            {f"{AT}{n}.weight": torch.zeros(3, 5) for n in ("linear_q", "linear_pos")},
-            "relative positions",
-            "headwise scan",
+        *(
+            (LLAMA | {f"{AT}{name}": torch.zeros(3, 5)}, form, "AttentionMatrix")
+            for name, form in SCORES.items()
         ),
         (
             LLAMA | {f"{AT}extra.weight": torch.zeros(3)},
@@ -47,7 +60,7 @@ def of_each(*parts: str) -> dict[str, Tensor]:
         ),
     ],
     ids=[
-        "gptq", "awq", "nf4", "int8", "mlx", "float8", "adapters", "chosen", "relative", "one more",
+        "gptq", "awq", "nf4", "int8", "mlx", "float8", "adapters", "chosen", *SCORES, "one more",
     ],
 )  # fmt: skip
 def test_the_reason_is_named(state: dict[str, Tensor], reason: str, do: str) -> None:

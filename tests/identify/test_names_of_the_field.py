@@ -135,7 +135,7 @@ def test_a_timm_vit_with_norms_is_one_of_three() -> None:
 
 FORMS = {
     "swinv2": "l2 over head, with a learned scale for each head",
-    "swinv2-microsoft": "by an MLP of the place in the window",
+    "swinv2-microsoft": "an MLP of the place in the window",
     "eva-clip": "by row and column",
     "flux": "by row and column",
     "longformer": "both sides, and global tokens",

@@ -36,12 +36,8 @@ def head_outputs(
     mask, score_bias = mask or Mask(), score_bias or ScoreBias()
     if layer.window is not None:
         mask = mask & Mask.window(*layer.window)
-    if isinstance(rule := getattr(layer.score_bias, "rule", None), DisentangledRule):
-        scale = q.shape[-1] ** -0.5 if layer.scale is None else layer.scale
-        terms = scale * places_met(layer, rule, q, k)
-        score_bias = score_bias + ScoreBias.dense(terms, axes="batch heads queries keys")
-    elif layer.score_bias is not None:
-        score_bias = score_bias + layer.score_bias(align=None)
+    if layer.score_bias is not None:
+        score_bias = score_bias + bias_of(layer, q, k)
     outputs = stages.head_outputs(
         q,
         k,
@@ -87,6 +83,16 @@ def from_latents(layer: Attention, x: Tensor, places: Tensor) -> tuple[Tensor, T
     if layer.rotary is not None:
         queries, keys = (rotated(x, layer.rotary, places) for x in (queries, keys))
     return queries, keys, torch.stack(applied(layer.v_proj, c).chunk(layer.num_heads, -1), 1)
+
+
+def bias_of(layer: Attention, q: Tensor, k: Tensor) -> ScoreBias:
+    """The score bias of a layer."""
+    rule = getattr(layer.score_bias, "rule", None)
+    if not isinstance(rule, DisentangledRule):
+        return layer.score_bias(align=None)
+    scale = q.shape[-1] ** -0.5 if layer.scale is None else layer.scale
+    terms = scale * places_met(layer, rule, q, k)
+    return ScoreBias.dense(terms, axes="batch heads queries keys")
 
 
 def places_met(layer: Attention, rule: DisentangledRule, q: Tensor, k: Tensor) -> Tensor:

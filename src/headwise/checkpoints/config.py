@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headwise.checkpoints.deberta import read_place_terms, read_places
 from headwise.checkpoints.fields import Config, ConfigFields
 from headwise.checkpoints.rotations import PLANES, read_axes, read_scaling, rotary_scaling_kind
 from headwise.checkpoints.source import require_no_pointer
@@ -39,12 +40,8 @@ _SHARES = ("rotary_pct", "partial_rotary_factor")  # rotated share of head_dim
 _THETAS = ("rotary_emb_base", "global_rope_theta", "rope_theta")  # in older files
 _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
 
-_ROTATE_IN_WINDOWS = (
-    "afmoe",
-    "cohere2",
-    "exaone4",
-    "exaone_moe",
-)  # layers without a window do not rotate
+# Their layers without a window do not rotate.
+_ROTATE_IN_WINDOWS = ("afmoe", "cohere2", "exaone4", "exaone_moe")
 _MAY_CLIP = ("llama", "olmo2")  # OLMo, OLMoE
 _NORM_WITH_ROTATION = ("llama4", "llama4_text")  # layers that do not rotate do not normalise
 _TWO_SIDED = ("gemma3", "gemma3_text")  # with use_bidirectional_attention
@@ -599,7 +596,7 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
             bidirectional=not fields.flag("is_decoder"),
         )
     if function.score_bias is FROM_CONFIG and "relative_attention" in fields:
-        stated["score_bias"] = _read_places(fields)
+        stated["score_bias"] = read_places(fields, eps=_read_eps(fields, 1e-7))
     if function.window is FROM_CONFIG:
         stated["window"] = window_sides(fields, layer) or ABSENT
     if function.temperature is FROM_CONFIG:
@@ -614,27 +611,6 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
 def _read_eps(fields: ConfigFields, usual: float = 1e-6) -> float:
     epsilons = (fields.number(name) for name in _EPS)
     return next((number for number in epsilons if number is not None), usual)
-
-
-def _read_places(fields: ConfigFields) -> spec.DisentangledRule | spec.Unset:
-    """Return DeBERTa's terms of relative positions."""
-    if not fields.flag("relative_attention") or not (terms := _read_place_terms(fields)):
-        return ABSENT
-    far, span = (int(fields.number(n) or 0) for n in ("max_relative_positions", "position_buckets"))
-    far = far if far > 0 else int(fields.required_number("max_position_embeddings"))
-    is_first = fields.text("model_type") == "deberta"  # which gives each position its own row
-    is_normed = not is_first and "layer_norm" in str(fields.get("norm_rel_ebd"))
-    return spec.DisentangledRule(
-        span=far if is_first or span < 1 else span,
-        max_distance=None if is_first or span < 1 else far,
-        terms=terms,
-        is_shared=not is_first and fields.flag("share_att_key"),
-        eps=_read_eps(fields, 1e-7) if is_normed else None,
-    )
-
-
-def _read_place_terms(fields: ConfigFields) -> tuple[str, ...]:
-    return tuple(term for term in ("c2p", "p2c") if term in (fields.get("pos_att_type") or ()))
 
 
 def _read_values(rule: spec.ValueRule, fields: ConfigFields) -> spec.ValueRule | spec.Unset:
@@ -663,7 +639,7 @@ def _read_scale(fields: ConfigFields, layer: int) -> float | spec.ScaleRule:
     if fields.get("kv_lora_rank") is not None and scaling and weight and head_dim:
         factor = rotary.required_number("factor")
         return float(head_dim**-0.5 * yarn_magnitude(factor, weight) ** 2)
-    if (terms := _read_place_terms(fields)) and (
+    if (terms := read_place_terms(fields)) and (
         width := read_head_dim(fields, _read_counts(fields))
     ):
         return float(((1 + len(terms)) * width) ** -0.5)

@@ -279,7 +279,7 @@ class StoredLayers:
             raise OptionError(
                 saw=f"{module.prefix}: {registry.describe_score_form(*form)}",
                 needed="scores of q.k, with a score bias that a layer has",
-                do=f"use the model's own class; {registry.OWN_BIAS}",
+                do=f"use the model's own class; {registry.AS_DENSE_BIAS}",
             )
 
     def _load_listed(self, reading: StoredReading) -> Attention:

@@ -47,9 +47,9 @@ AXES: dict[str, tuple[str, ...]] = {
     # added to the scores by distance, a row for each bucket of distances
     "distances": ("buckets", "heads"),
     # a vector for each relative position, its norm, and its projections where it has its own
-    "places": ("buckets", "embed_dim"),
-    "places_norm": ("embed_dim",),
-    "places_norm_bias": ("embed_dim",),
+    "place_table": ("buckets", "embed_dim"),
+    "place_norm": ("embed_dim",),
+    "place_norm_bias": ("embed_dim",),
     "wpq": ("heads", "head_dim", "embed_dim"),
     "bpq": ("heads", "head_dim"),
     "wpk": ("kv_heads", "key_dim", "embed_dim"),
@@ -106,7 +106,7 @@ FIRST = {"q": ("wa", "wq"), "k": ("wc", "wk"), "v": ("wc", "wv"), "o": ("wo",)}
 BIASES = ("bq", "bk", "bv", "bo", "bg", "ba", "bc", "br", "bpq", "bpk")
 NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
 # Tables that serve all layers, so that one layer, or none, may hold them.
-SHARED = ("distances", "places", "places_norm", "places_norm_bias")
+SHARED = ("distances", "place_table", "place_norm", "place_norm_bias")
 # Optional tensors of every layout.
 OPTIONAL = (*BIASES, *(f"{norm}_bias" for norm in (*NORMS, "o_norms")), *SHARED, "wpq", "wpk")
 PLACED = ("wpq", "bpq", "wpk", "bpk")

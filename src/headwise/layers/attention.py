@@ -420,7 +420,7 @@ class Attention(base.AttentionBase):
             OptionError: tensors or options that contradict the layout.
             ShapeError: shapes that do not fit the numbers of heads.
         """
-        source = registry.layout(layout)
+        source = registry.layout(layout).with_shared_tables(state)
         canonical = conversion.canonical_tensors_of_module(
             tensors_of_arrays(state), source, options, heads=num_heads, kv_heads=num_kv_heads
         )
@@ -459,6 +459,7 @@ class Attention(base.AttentionBase):
         conflicts = self.spec.conflicts(target.function)
         require_conflicts_accepted(conflicts, accept, between=f"this layer and {target.name}")
         canonical = conversion.canonical_state(self, self.state_dict())
+        target = target.with_shared_tables(canonical)
         if self.rotary is None:
             return target.pack(canonical)
         return target.pack(canonical, rotary_width=self.rotary.rotated_width(self.head_dim))

@@ -141,12 +141,12 @@ def _check_table(table: Tensor | None, score_bias: Any) -> None:
 def _check_places(canonical: State, score_bias: Any) -> None:
     """Raise OptionError or ShapeError where DeBERTa's tensors and the option differ."""
     rule = score_bias if isinstance(score_bias, DebertaBias) else None
-    table, needed = canonical.get("places"), set[str]()
+    table, needed = canonical.get("place_table"), set[str]()
     if rule is not None:
-        needed = {"places"} | ({"places_norm"} if rule.eps is not None else set())
-        own = {"c2p": "wpk", "p2c": "wpq"}
-        needed |= set() if rule.is_shared else {own[term] for term in rule.terms}
-    held = canonical.keys() & {"places", "places_norm", "wpk", "wpq"}
+        needed = {"place_table"} | ({"place_norm"} if rule.eps is not None else set())
+        projections = {"c2p": "wpk", "p2c": "wpq"}
+        needed |= set() if rule.is_shared else {projections[term] for term in rule.terms}
+    held = canonical.keys() & {"place_table", "place_norm", "wpk", "wpq"}
     if held != needed:
         raise OptionError(
             saw=f"score_bias={score_bias}, and tensors {', '.join(sorted(held)) or 'of none'}",

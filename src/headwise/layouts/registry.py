@@ -115,7 +115,7 @@ OTHERS = {
         "headwise scan runs such a model; its weights have no layout",
     ),
 }
-OWN_BIAS = (
+AS_DENSE_BIAS = (
     "headwise scan runs such a model; for one layer, compute the term and give it to "
     'AttentionMatrix as ScoreBias.dense (docs/migrating.md, "Relative positions")'
 )
@@ -135,7 +135,7 @@ def find_obstacle(names: Mapping[str, Any] | Collection[str]) -> Obstacle | None
     """Return the reason why no layout fits tensors, or None where none is known."""
     known = find_quantisation(names) or _find_by_name(names, OTHERS)
     if known is None and (form := find_score_form(names)) is not None:
-        return Obstacle(describe_score_form(*form), OWN_BIAS)
+        return Obstacle(describe_score_form(*form), AS_DENSE_BIAS)
     if known is None and isinstance(names, Mapping):
         known = _find_stacked_layers(names)
     if known is not None:

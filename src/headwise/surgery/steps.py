@@ -24,7 +24,8 @@ from headwise.support.text import list_some
 Equality = Literal["indices", "rounding", "no"]
 KV_TENSORS = tuple(name for name, (_, axis) in HEADS.items() if axis == "kv_heads")
 # tensors whose channels a map changes, beside wo
-KEYS, QUERIES, VALUES = ("wk", "bk", "extra_k"), ("wq", "bq"), ("wv", "bv", "extra_v")
+KEYS, QUERIES = ("wk", "bk", "extra_k", "wpk", "bpk"), ("wq", "bq", "wpq", "bpq")
+VALUES = ("wv", "bv", "extra_v")
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ _deberta = partial(
     where=_WHERE,
     outside=catalogue.weights_outside_attention(_BERT)
     | {
-        "encoder.rel_embeddings.weight": "places: buckets embed_dim",
-        "encoder.LayerNorm.weight": "places_norm: embed_dim",
-        "encoder.LayerNorm.bias": "places_norm_bias: embed_dim",
+        "encoder.rel_embeddings.weight": "place_table: buckets embed_dim",
+        "encoder.LayerNorm.weight": "place_norm: embed_dim",
+        "encoder.LayerNorm.bias": "place_norm_bias: embed_dim",
     },
     function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
     mask="True attends",
