@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headwise.checkpoints.deberta import read_place_terms, read_places
 from headwise.checkpoints.fields import Config, ConfigFields
+from headwise.checkpoints.forms import read_pairs, read_place_terms, read_places
 from headwise.checkpoints.rotations import PLANES, read_axes, read_scaling, rotary_scaling_kind
 from headwise.checkpoints.source import require_no_pointer
 from headwise.errors import OptionError
@@ -50,9 +50,9 @@ _WINDOWS_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2")
 # model_type -> the layout of its files, where tensor names and shapes fit several layouts; those of
 # _OWN have the name of their model_type.
 _OWN = (
-    "afmoe bitnet bloom chameleon codegen dbrx deberta deberta-v2 distilbert esm gemma2 gptj "
-    "internlm2 laguna lfm2 lfm3 modernbert mpt mpnet nanochat phi starcoder2 umt5 vitdet whisper "
-    "xlnet"
+    "afmoe bitnet bloom chameleon codegen dbrx deberta deberta-v2 diffllama distilbert esm gemma2 "
+    "gptj internlm2 laguna lfm2 lfm3 modernbert mpt mpnet nanochat phi starcoder2 umt5 vitdet "
+    "whisper xlnet"
 )
 _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
     kind: layout
@@ -597,6 +597,8 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
         )
     if function.score_bias is FROM_CONFIG and "relative_attention" in fields:
         stated["score_bias"] = read_places(fields, eps=_read_eps(fields, 1e-7))
+    if function.differential is FROM_CONFIG and "model_type" in fields:
+        stated["differential"] = read_pairs(fields, layer, eps=_read_eps(fields, 1e-5))
     if function.window is FROM_CONFIG:
         stated["window"] = window_sides(fields, layer) or ABSENT
     if function.temperature is FROM_CONFIG:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headwise.function.spec import AlibiRule as AlibiRule
     from headwise.function.spec import AttentionSpec as AttentionSpec
     from headwise.function.spec import BucketRule as BucketRule
+    from headwise.function.spec import DifferentialRule as DifferentialRule
     from headwise.function.spec import DisentangledRule as DisentangledRule
     from headwise.function.spec import Latent as Latent
     from headwise.function.spec import NormRule as NormRule
@@ -35,7 +36,7 @@ __getattr__, __dir__, __all__ = export_lazily(
         "rotary": "axes_of_sections",
         "scaling": "DynamicScaling LinearScaling Llama3Scaling LongScaling NTKScaling "
         "ProportionalScaling Scaling YarnScaling",
-        "spec": "ABSENT AlibiRule AttentionSpec BucketRule DisentangledRule FROM_CONFIG Latent "
-        "NormRule Other RotaryRule ScaleRule Softcap TemperatureRule ValueRule",
+        "spec": "ABSENT AlibiRule AttentionSpec BucketRule DifferentialRule DisentangledRule "
+        "FROM_CONFIG Latent NormRule Other RotaryRule ScaleRule Softcap TemperatureRule ValueRule",
     },
 )

@@ -11,8 +11,6 @@ have i - j in both. Version 2 gives a vector to each position up to half of the 
 several that are farther: their number grows with the logarithm.
 """
 
-import math
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -67,8 +65,3 @@ def place_terms(
         of_keys = repeat_kv_heads(k, heads=heads) @ place_q.mT
         terms = terms + of_keys.gather(-1, rows.mT).mT
     return terms
-
-
-def usual_scale(rule: DisentangledRule, head_dim: int) -> float:
-    """Return the scale of DeBERTa, for a head_dim and the number of terms."""
-    return 1 / math.sqrt((1 + len(rule.terms)) * head_dim)

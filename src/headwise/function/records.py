@@ -18,6 +18,12 @@ import torch
 from torch import Tensor
 
 from headwise.function import latent, lines, rotary, stages
+from headwise.function.differential import (
+    difference_factor,
+    halve_pairs,
+    pair_values,
+    subtract_pairs,
+)
 from headwise.function.disentangled import place_terms, place_vectors
 from headwise.function.distance import slopes_of
 from headwise.function.gate import output_gate
@@ -25,6 +31,7 @@ from headwise.function.norm import change_values, normalise_heads
 from headwise.function.rounding import Roundoff
 from headwise.function.spec import (
     AttentionSpec,
+    DifferentialRule,
     Latent,
     NormRule,
     RotaryRule,
@@ -32,7 +39,7 @@ from headwise.function.spec import (
     ValueRule,
 )
 from headwise.function.temperature import query_factors
-from headwise.function.weights import KINDS, PLACED, SHARED
+from headwise.function.weights import KINDS, LAMBDAS, PLACED, SHARED
 
 FLOAT32 = Roundoff.of(torch.float32, with_reference=False).u
 
@@ -400,7 +407,9 @@ def _bound_softmax(given: Given, r: Roundoff) -> Tensor:
 
 def _mix(given: Given) -> Tensor:
     weights, v = given.parts
-    outputs = given.compute(stages.mix_values, weights, changed_values(given, v))
+    outputs = given.compute(stages.mix_values, weights, _mixed_values(given, v))
+    if (rule := given.settings.pairs) is not None:
+        outputs = given.compute(subtract_pairs, rule, outputs, _difference_factor(given))
     outputs = _normalise_outputs(given, outputs)
     gates = output_gates(given)
     return outputs if gates is None else given.compute(torch.mul, outputs, gates)
@@ -413,8 +422,18 @@ def changed_values(given: Given, v: Tensor) -> Tensor:
     return v if rule is None and bound is None else given.compute(change_values, rule, bound, v)
 
 
+def _mixed_values(given: Given, v: Tensor) -> Tensor:
+    """Return the values of each kv head; of differential attention, those of both of a pair."""
+    v = changed_values(given, v)
+    return v if given.settings.pairs is None else given.compute(pair_values, v)
+
+
+def _difference_factor(given: Given) -> Tensor:
+    return given.compute(difference_factor, given.settings.pairs, *given.tensors[4:])
+
+
 def _normalise_outputs(given: Given, outputs: Tensor) -> Tensor:
-    rule, held = given.settings.output_norm, given.tensors[2:]
+    rule, held = given.settings.output_norm, given.tensors[2:4]
     if not isinstance(rule, NormRule):
         return outputs
     normed = given.compute(normalise_heads, rule, outputs, *held)
@@ -430,7 +449,7 @@ def output_gates(given: Given) -> Tensor | None:
 
 def _bound_mix(given: Given, r: Roundoff) -> Tensor:
     weights, values = given.parts
-    values = stages.repeat_kv_heads(changed_values(given, values), heads=weights.shape[1]).abs()
+    values = stages.repeat_kv_heads(_mixed_values(given, values), heads=weights.shape[1]).abs()
     # A fused kernel computes scores and weights again, with a rounding of its own.
     again = _bound_softmax(given.at("weights"), r)
     products = _bound_products(given.at("scores"), r)
@@ -438,6 +457,9 @@ def _bound_mix(given: Given, r: Roundoff) -> Tensor:
     is_changed = given.settings.values or given.settings.bound is not None
     steps = 10 if is_changed else 2  # results that are rounded
     bound = (weights.shape[-1] * r.u + steps * r.U) * (weights.abs() @ values) + again @ values
+    if given.settings.pairs is not None:
+        bound = _bound_pairs(given, r, given.settings.pairs, bound)
+        values = halve_pairs(values[:, : len(values[0]) // 2])
     outputs, rule = weights.abs() @ values, given.settings.output_norm
     if isinstance(rule, NormRule):
         bound, outputs = _bound_normalised(given, r, rule, bound)
@@ -448,6 +470,20 @@ def _bound_mix(given: Given, r: Roundoff) -> Tensor:
     size, kind = _bound_linear(r, given.tokens, *given.tensors[:2]), str(given.settings.output_gate)
     steep = size if kind.endswith("softplus") else torch.minimum(size / 4, size * gates)
     return bound * gates + (steep + 6 * r.U * gates) * outputs
+
+
+def _bound_pairs(given: Given, r: Roundoff, rule: DifferentialRule, bound: Tensor) -> Tensor:
+    """Return the bound of normalised differences, from that of both products of each pair."""
+    outputs = given.compute(stages.mix_values, given.parts[0], _mixed_values(given, given.parts[1]))
+    factor = _difference_factor(given)
+    (a, b), (of_a, of_b) = outputs.chunk(2, 1), bound.chunk(2, 1)
+    bound = of_a + factor.abs() * of_b + (8 * r.U + FLOAT32) * (a.abs() + factor.abs() * b.abs())
+    pairs = a - factor * b
+    root = (pairs.square().mean(-1, keepdim=True) + rule.eps).sqrt()
+    size = (pairs.shape[-1] * r.u + 8 * r.U) * pairs.abs().amax(-1, keepdim=True)
+    return halve_pairs(
+        ((1 - rule.init) / root * (2 * bound.amax(-1, keepdim=True) + size)).expand_as(pairs)
+    )
 
 
 def _bound_normalised(
@@ -526,7 +562,7 @@ _ATTENTION = (
         name="head outputs",
         before=("weights", "v"),
         cached="v",
-        tensors=("wg", "bg", "o_norms", "o_norms_bias"),
+        tensors=("wg", "bg", "o_norms", "o_norms_bias", *LAMBDAS),
         compute=_mix,
         bound=_bound_mix,
         write=(lines.MIX,),

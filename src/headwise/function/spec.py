@@ -233,6 +233,19 @@ class DisentangledRule:
 
 
 @dataclass(frozen=True)
+class DifferentialRule:
+    """Head outputs that are differences of two softmaxes; see `headwise.function.differential`.
+
+    Attributes:
+        init: the constant part of the factor of the second; 0.8 - 0.6 exp(-0.3 layer) in DiffLlama.
+        eps: of the root mean square norm of the outputs of a pair of heads, without a weight.
+    """
+
+    init: float | Open = FROM_CONFIG
+    eps: float | Open = FROM_CONFIG
+
+
+@dataclass(frozen=True)
 class Latent:
     """A latent that keys and values come from, beside one rotary key for all heads.
 
@@ -333,6 +346,7 @@ class AttentionSpec:
         values: a norm or a factor of values, a `ValueRule`.
         output_norm: the normalisation of head outputs before their gate, a `NormRule`.
         latent: what keys and values come from in place of x, a `Latent`.
+        differential: head outputs as differences of pairs, a `DifferentialRule`.
     """
 
     num_heads: int | Open = None
@@ -351,6 +365,7 @@ class AttentionSpec:
     values: ValueRule | Unset = ABSENT
     output_norm: NormRule | Unset = ABSENT
     latent: Latent | Other | Unset = ABSENT
+    differential: DifferentialRule | Unset = ABSENT
 
     def __post_init__(self) -> None:
         """Raise OptionError for a value of another type, such as the words of a setting."""
@@ -413,6 +428,11 @@ class AttentionSpec:
         return self.latent if isinstance(self.latent, Latent) else None
 
     @property
+    def pairs(self) -> DifferentialRule | None:
+        """The rule by which pairs of heads are subtracted, None for none."""
+        return self.differential if isinstance(self.differential, DifferentialRule) else None
+
+    @property
     def group(self) -> int:
         """The number of query heads that share a kv head."""
         return int(self.num_heads // self.num_kv_heads)
@@ -447,6 +467,7 @@ class AttentionSpec:
                 self.output_norm, lambda x: x.words.removesuffix(f", {x.place} rotary")
             ),
             "latent": _in_words(self.latent, lambda x: x.words),
+            "differential": _in_words(self.differential, lambda _: "pairs of heads"),
         }
 
     @classmethod
@@ -512,6 +533,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "values": ((ValueRule,), "ValueRule(eps=1e-6)"),
     "output_norm": ((NormRule,), 'NormRule(over="width")'),
     "latent": ((Latent, Other), "Latent(rank=512, shared_width=64)"),
+    "differential": ((DifferentialRule,), "DifferentialRule(0.2, 1e-5)"),
 }
 OPEN_FIELDS = frozenset(_KINDS)  # those that may be FROM_CONFIG
 
@@ -550,6 +572,7 @@ _VALUES: dict[str, dict[str, Any]] = {
     "output_gate": {gate: gate for gate in get_args(GateKind)},
     "latent": {latent.words: latent for latent in _LATENTS},
     "temperature": {"by position": FROM_CONFIG},
+    "differential": {"pairs of heads": FROM_CONFIG},
     "values": {
         rule.words: rule for rule in (ValueRule(FROM_CONFIG), ValueRule(factor=FROM_CONFIG))
     },
@@ -559,7 +582,7 @@ _VALUES: dict[str, dict[str, Any]] = {
 }
 SETTINGS = tuple(AttentionSpec().words())
 # Settings that files of 0.1.0 do not have: "none" there.
-LATER = frozenset({"latent", "output_gate", "output_norm", "temperature", "values"})
+LATER = frozenset({"differential", "latent", "output_gate", "output_norm", "temperature", "values"})
 
 
 def require_conflicts_accepted(

@@ -60,6 +60,11 @@ AXES: dict[str, tuple[str, ...]] = {
     # the norm of the head outputs, over all heads of a token
     "o_norms": ("heads", "value_dim"),
     "o_norms_bias": ("heads", "value_dim"),
+    # what the factor of a difference of two softmaxes is made of
+    "lambda_q1": ("lambda_dim",),
+    "lambda_k1": ("lambda_dim",),
+    "lambda_q2": ("lambda_dim",),
+    "lambda_k2": ("lambda_dim",),
     # the latents of queries, and of keys and values; and the key that all heads share
     "wa": ("query_dim", "embed_dim"),
     "wc": ("source_dim", "embed_dim"),
@@ -103,6 +108,7 @@ KINDS: tuple[dict[str, str], ...] = (
 )
 # The role of a projection -> what meets its input first: the latent's, where there is one.
 FIRST = {"q": ("wa", "wq"), "k": ("wc", "wk"), "v": ("wc", "wv"), "o": ("wo",)}
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 BIASES = ("bq", "bk", "bv", "bo", "bg", "ba", "bc", "br", "bpq", "bpk")
 NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
 # Tables that serve all layers, so that one layer, or none, may hold them.

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from headwise.errors import OptionError
+from headwise.function.differential import difference_factor, pair_values, subtract_pairs
 from headwise.function.gate import gate_width, open_gates
 from headwise.function.norm import change_values
 from headwise.function.records import stages_of
 from headwise.function.spec import AttentionSpec, require_conflicts_accepted
 from headwise.function.stages import scores, split_heads
 from headwise.function.temperature import query_factors
+from headwise.function.weights import LAMBDAS
 from headwise.layers import base, checks, conversion, hooks, latent, packing
 from headwise.layers.cache import Cache
 from headwise.layers.linear import LayerExplanation, projection_line
@@ -103,6 +106,9 @@ def _product_of_call(
     options = {"scale": scale, "softcap": layer.softcap}
     matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options)
     matrix = with_finite_padding(matrix) if tokens.is_zeroed else matrix
+    if (rule := layer.differential) is not None:
+        factor = difference_factor(rule, *(getattr(layer, name) for name in LAMBDAS))
+        return latent.Product(matrix, pair_values(v), partial(subtract_pairs, rule, factor=factor))
     return latent.Product(matrix, v, operands.expand)
 
 
@@ -195,6 +201,9 @@ class Attention(base.AttentionBase):
         latent: keys and values come from a latent of each token, and a cache holds this: a
             `headwise.function.Latent`. A rotation turns the channels of its shared key.
         latent_bias: True for biases in the projections to latents and to the shared key.
+        differential: head outputs are differences of two softmaxes, of head p and of p + heads / 2,
+            a `DifferentialRule` of `headwise.function`; "head" 2p and 2p + 1 of the outputs are the
+            halves of pair p.
         dropout: probability of dropping each weight in training.
         init: the library whose initialisation is used; see `initialise_projections` in
             `headwise.layers.base`.

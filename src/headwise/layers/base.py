@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.function.gate import gate_width
 from headwise.function.rotary import Rotary
-from headwise.function.spec import GateKind, Latent, TemperatureRule, ValueRule
+from headwise.function.spec import DifferentialRule, GateKind, Latent, TemperatureRule, ValueRule
+from headwise.function.weights import LAMBDAS
 from headwise.layers.distance import DebertaBias, PlaceTables, PositionBias
 from headwise.layers.norm import QKNorm
 from headwise.layers.options import OPTIONS, POSITIONAL, check_type, refuse
@@ -120,6 +121,7 @@ class AttentionBase(nn.Module):
     values: ValueRule | None = None
     output_norm: QKNorm | None = None
     latent: Latent | None = None
+    differential: DifferentialRule | None = None
     o_norm: nn.Module | None
     q_latent_proj: nn.Module | None
     q_latent_norm: nn.Module | None
@@ -166,6 +168,7 @@ class AttentionBase(nn.Module):
         output_norm: QKNorm | None = None,
         latent: Latent | None = None,
         latent_bias: bool = False,
+        differential: DifferentialRule | None = None,
         dropout: float = 0.0,
         init: Source = "torch-packed",
         device: torch.device | str | None = None,
@@ -178,6 +181,7 @@ class AttentionBase(nn.Module):
         self.scale, self.softcap, self.output_gate = scale, softcap, output_gate
         self.temperature, self.clip, self.values = temperature, clip, values
         self.output_norm, self.dropout, self.init = output_norm, dropout, init
+        self.differential = differential
         if latent is not None:
             self._take_latent(latent, k_bias=bool(k_bias), v_bias=bool(v_bias))
         check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
@@ -236,6 +240,8 @@ class AttentionBase(nn.Module):
             width *= heads if norm.over == "width" else 1
         self.o_norm = None if norm is None else norm.module(width, **options)
         self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None
+        for name in LAMBDAS if self.differential else ():
+            setattr(self, name, nn.Parameter(torch.empty(self.head_dim, **options)))
         gates = 0 if kind is None else heads * gate_width(kind, self.value_dim)
         self.gate_proj = nn.Linear(self.embed_dim, gates, gate_bias, **options) if gates else None
 
@@ -261,6 +267,8 @@ class AttentionBase(nn.Module):
         initialise_projections(self, self.init)
         if self.sink is not None:
             nn.init.zeros_(self.sink)
+        for name in LAMBDAS if self.differential else ():
+            nn.init.normal_(getattr(self, name), std=0.1)  # as in DiffLlama
         latents = [getattr(self, name, None) for name in LATENTS]
         modules = (self.q_norm, self.k_norm, self.o_norm, self.score_bias, self.gate_proj)
         for module in (*modules, *latents):
@@ -374,6 +382,13 @@ def check_options(
                     needed="one of the two: DeBERTa's terms are of plain queries and keys",
                     do=f"leave out {name}",
                 )
+    if layer.differential is not None and (layer.latent or layer.num_kv_heads % 2):
+        raise OptionError(
+            saw=f"{layer.differential} with num_kv_heads={layer.num_kv_heads} and "
+            f"latent={layer.latent}",
+            needed="an even number of kv heads, for pairs of heads, and no latent",
+            do="set num_kv_heads, or leave out one of the two",
+        )
     if layer.rotary is not None:
         layer.rotary.rotated_width(layer.head_dim)
     check_scale_and_softcap(layer.scale, layer.softcap, dtype=dtype or torch.get_default_dtype())

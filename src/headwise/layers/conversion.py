@@ -22,7 +22,7 @@ from headwise.function.spec import (
     GateKind,
     Latent,
 )
-from headwise.function.weights import NORMS, State, bias_of
+from headwise.function.weights import LAMBDAS, NORMS, State, bias_of
 from headwise.layers.base import AttentionBase
 from headwise.layers.distance import Alibi, DebertaBias, T5Bias
 from headwise.layers.options import OPTIONS, is_settled
@@ -112,6 +112,7 @@ def constructor_arguments_from_weights(
     elif source_dim != embed_dim:
         options["source_dim"] = source_dim
     options |= options_of_spec(sized) | dict(user_options)
+    _check_pairs(canonical, options.get("differential"))
     _check_gates(options["output_gate"], gates, value_dim=wo.shape[1])
     return options
 
@@ -159,6 +160,17 @@ def _check_places(canonical: State, score_bias: Any) -> None:
             saw=f"DebertaBias(span={rule.span}), and a table of {len(table)} rows",
             needed=f"{2 * rule.span} rows: span to both sides",
             do=f"DebertaBias(span={len(table) // 2}), if that is what the model means",
+        )
+
+
+def _check_pairs(canonical: State, differential: Any) -> None:
+    """Raise OptionError where tensors and the option of differential attention differ."""
+    if (LAMBDAS[0] in canonical) != (differential is not None):
+        raise OptionError(
+            saw=f"differential={differential}, {'with' if differential is None else 'without'} "
+            f"tensors {', '.join(LAMBDAS)}",
+            needed="both or none of them",
+            do="pass differential=DifferentialRule(init, eps): init is 0.8 - 0.6 exp(-0.3 layer)",
         )
 
 

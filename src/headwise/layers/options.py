@@ -8,7 +8,14 @@ from typing import Any, NamedTuple, NoReturn
 from headwise.errors import OptionError
 from headwise.function import spec as rules
 from headwise.function.rotary import Rotary
-from headwise.function.spec import FROM_CONFIG, Latent, Softcap, TemperatureRule, ValueRule
+from headwise.function.spec import (
+    FROM_CONFIG,
+    DifferentialRule,
+    Latent,
+    Softcap,
+    TemperatureRule,
+    ValueRule,
+)
 from headwise.layers.distance import Alibi, DebertaBias, PositionBias, T5Bias
 from headwise.layers.norm import QKNorm
 from headwise.support.text import describe_value
@@ -84,6 +91,11 @@ OPTIONS = {
         "a Latent with a rank and a shared_width",
         "latent=Latent(rank=512, shared_width=64), of headwise.function",
         option=lambda latent: None if latent.rank is None else latent,
+    ),
+    "differential": Option(
+        DifferentialRule,
+        "a DifferentialRule, of headwise.function",
+        "differential=DifferentialRule(init=0.2, eps=1e-5)",
     ),
 }
 POSITIONAL = tuple(name for name, option in OPTIONS.items() if option.is_positional)

@@ -252,10 +252,10 @@ def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> N
             needed="a norm of each head: this one needs the outputs of all heads on each rank",
             do="leave this layer whole, or use QKNorm(has_weight=False)",
         )
-    if layer.place_tables is not None:
+    for whole in filter(None, (layer.place_tables, layer.differential)):
         raise OptionError(
-            saw=f"{layer.place_tables} of a layer whose heads are divided over ranks",
-            needed="a score bias of distances alone, or one that a call gives",
+            saw=f"{whole} of a layer whose heads are divided over ranks",
+            needed="scores of distances, queries and keys, and heads that are not paired",
             do="leave this layer whole",
         )
     for name, module in layer.named_modules():

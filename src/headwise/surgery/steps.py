@@ -131,6 +131,12 @@ class Take(Step):
     def require_function(self, spec: AttentionSpec) -> None:
         if len(self.heads) < self.total or len({*self.kv_heads}) < len(self.kv_heads):
             _require_own_channels(self, spec, is_fewer=len(self.heads) < self.total)
+        if spec.pairs is not None:
+            raise OptionError(
+                saw="heads at other places in differential attention, whose heads are in pairs",
+                needed="a layer in which each head has outputs of its own",
+                do="leave this layer whole",
+            )
         if isinstance(spec.score_bias, AlibiRule) and self.heads != tuple(range(self.total)):
             raise OptionError(
                 saw=f"heads at other places under ALiBi, whose slopes follow from {self.total} "

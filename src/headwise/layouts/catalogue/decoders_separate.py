@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from headwise.function.spec import (
+    ABSENT,
     FROM_CONFIG,
     AttentionSpec,
     NormRule,
@@ -12,6 +13,7 @@ from headwise.function.spec import (
     Softcap,
     ValueRule,
 )
+from headwise.function.weights import LAMBDAS
 from headwise.layouts import catalogue
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue import describe_layout, head_norms, left_to_config, projections
@@ -110,6 +112,12 @@ _LLAMAS = (
         unchecked="its code is no package; a rotation by complex numbers, after its source, is run",
         note="Mistral's own files too. Llama 1 and 2 divide the columns of tok_embeddings over "
         "processes, Llama 3 its rows",
+    ),
+    _llama_like_layout(
+        "diffllama",
+        replace(_ROTATED, differential=FROM_CONFIG, temperature=ABSENT, window=ABSENT),
+        "outputs of a pair of heads stand side by side in the columns of o_proj",
+        tensors=_LLAMA | {name: f"{name}: lambda_dim" for name in LAMBDAS},
     ),
     _llama_like_layout(
         "qwen2",

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from headwise.function.spec import ABSENT, FROM_CONFIG
-from headwise.function.weights import AXES
+from headwise.function.weights import AXES, LAMBDAS
 from headwise.layouts.catalogue import APART, OPEN, describe_layout, head_norms, projections
 
 _TENSORS = projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", **APART) | {
@@ -13,6 +13,7 @@ _TENSORS = projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", **A
     "o_norm.weight": "o_norms: (heads value_dim)",
     "o_norm.bias": "o_norms_bias: (heads value_dim)",
     "sink": "sink: heads",
+    **{name: f"{name}: lambda_dim" for name in LAMBDAS},
     "score_bias.relative_attention_bias.weight": "distances: buckets heads",
     "score_bias.rel_embeddings.weight": "place_table: buckets embed_dim",
     "score_bias.norm.weight": "place_norm: embed_dim",
@@ -25,7 +26,7 @@ _TENSORS = projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", **A
 _layer = partial(
     describe_layout,
     function=OPEN,
-    optional=("sink", "wg", "o_norms"),
+    optional=("sink", "wg", "o_norms", *LAMBDAS),
     source="headwise, src/headwise/layers/attention.py",
 )
 
@@ -66,7 +67,7 @@ LAYOUTS = (
         },
         function=replace(OPEN, latent=FROM_CONFIG, qk_norm=ABSENT),
         splits={"source_dim": ("rank",)},
-        optional=("sink", "wg", "o_norms", "wa", "a_norm", "c_norm"),
+        optional=("sink", "wg", "o_norms", "wa", "a_norm", "c_norm", *LAMBDAS),
         note="with Latent(...)",
     ),
     describe_layout(

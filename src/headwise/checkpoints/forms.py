@@ -1,7 +1,8 @@
-"""DeBERTa's terms of relative positions, as a config states them."""
+"""Forms of attention with numbers of their own, as a config states them."""
 
 from headwise.checkpoints.fields import ConfigFields
-from headwise.function.spec import ABSENT, DisentangledRule, Unset
+from headwise.function.differential import usual_init
+from headwise.function.spec import ABSENT, DifferentialRule, DisentangledRule, Unset
 
 
 def read_places(fields: ConfigFields, *, eps: float) -> DisentangledRule | Unset:
@@ -24,3 +25,9 @@ def read_places(fields: ConfigFields, *, eps: float) -> DisentangledRule | Unset
 def read_place_terms(fields: ConfigFields) -> tuple[str, ...]:
     """Return the terms that set the scale, also where there is no table."""
     return tuple(term for term in ("c2p", "p2c") if term in (fields.get("pos_att_type") or ()))
+
+
+def read_pairs(fields: ConfigFields, layer: int, *, eps: float) -> DifferentialRule | Unset:
+    """Return the rule of differential attention of a layer, which DiffLlama has."""
+    is_paired = fields.text("model_type") == "diffllama"
+    return DifferentialRule(usual_init(layer), eps) if is_paired else ABSENT
