@@ -12,7 +12,7 @@ from headwise import Attention, Rotary
 from headwise.function import Latent
 from headwise.function.rotary import axes_of_sections
 from headwise.function.scaling import LinearScaling, ProportionalScaling
-from headwise.function.spec import TemperatureRule, ValueRule
+from headwise.function.spec import DifferentialRule, TemperatureRule, ValueRule
 from headwise.layers.distance import Alibi, DebertaBias, T5Bias
 from headwise.layers.norm import QKNorm
 from headwise.testing import Budget
@@ -64,6 +64,9 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
         eps, factor = chance.choose((None, 1e-6)), chance.choose((1.0, 0.7))
         given["values"], options["values"] = ValueRule(eps, factor), (eps, factor)
     _draw_output_norm(chance, given, options)
+    if not has_latent and given["num_kv_heads"] % 2 == 0 and chance.maybe():
+        rule = {"init": chance.choose((0.2, 0.36)), "eps": chance.choose((1e-5, 1e-2))}
+        given["differential"], options["differential"] = DifferentialRule(**rule), rule
     if not has_latent and not decodes and chance.maybe(0.25):
         given["source_dim"] = 15
     else:

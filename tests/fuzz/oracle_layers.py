@@ -79,6 +79,20 @@ def buckets(d: Array, count: int, most: int, both: bool) -> Array:
     return later + np.where(far < near, far, np.minimum(shared, half - 1))
 
 
+def subtracted(p: Parameters, o: dict[str, Any], matrix: Matrix, v: Array) -> Array:
+    """Differences of head p and head p + heads / 2 (Ye et al. 2024, section 2.1), in halves."""
+    dots = [(p[f"lambda_q{n}"] * p[f"lambda_k{n}"]).sum() for n in "12"]
+    factor = np.exp(dots[0]) - np.exp(dots[1]) + o["differential"]["init"]
+    first, second = np.split(v, 2, 1)
+    pairs = np.concatenate([first, second], -1)
+    mixed = matrix.outputs(np.concatenate([pairs, pairs], 1))
+    of_first, of_second = np.split(mixed, 2, 1)
+    d = of_first - factor * of_second
+    d = d / np.sqrt((d * d).mean(-1, keepdims=True) + o["differential"]["eps"])
+    halves = np.split((1 - o["differential"]["init"]) * d, 2, -1)
+    return np.stack(halves, 2).reshape(*mixed.shape[:3], -1)
+
+
 def place_rows(d: Array, rule: dict[str, Any]) -> Array:
     """DeBERTa's row of each distance (He et al. 2021, section 3.1; its code, version 2)."""
     ahead, span, far = -d, rule["span"], rule["max_distance"]
@@ -233,7 +247,8 @@ def attention(
     if "places" in o:
         parts = [*parts, ("dense", places_met(p, o, q, k))]
     matrix = Matrix(q, k, clauses, parts, o.get("scale"), o.get("softcap"), p.get("sink"))
-    outputs = normed_outputs(p, o, matrix.outputs(v))
+    mixed = subtracted(p, o, matrix, v) if "differential" in o else matrix.outputs(v)
+    outputs = normed_outputs(p, o, mixed)
     if "gate_proj.weight" in p:
         gates = split(linear(p, "gate_proj", x), o["heads"])
         is_softplus = o["output_gate"].endswith("softplus")

@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise import Attention, Mask, Rotary, ScoreBias
 from headwise.function import Latent
 from headwise.function.scaling import LinearScaling, ProportionalScaling, YarnScaling
-from headwise.function.spec import TemperatureRule, ValueRule
+from headwise.function.spec import DifferentialRule, TemperatureRule, ValueRule
 from headwise.layers.distance import Alibi, DebertaBias, T5Bias
 from headwise.layers.norm import QKNorm
 
@@ -69,6 +69,7 @@ LAYER: dict[str, dict[str, dict[str, Any]]] = {
         "layer": {"output_norm": QKNorm("layer", over="width")},
         "head": {"output_norm": QKNorm(has_weight=False)},
     },
+    "differential": {"none": {}, "pairs": {"differential": DifferentialRule(0.36, 1e-5)}},
     "window": {"none": {}, "past": {"window": (5, 0)}, "both": {"window": (3, 2)}},
     "scale": {"none": {}, "0.2": {"scale": 0.2}},
     "softcap": {"none": {}, "3": {"softcap": 3.0}},
@@ -103,6 +104,10 @@ def allowed(case: Case) -> bool:
         return False
     if case.get("by distance", "none").startswith("deberta") and (
         case.get("rotary", "none") != "none" or case.get("latent", "none") != "none"
+    ):
+        return False
+    if case.get("differential", "none") != "none" and (
+        case.get("kv_heads", "6") == "1" or case.get("latent", "none") != "none"
     ):
         return False
     if case.get("latent", "none") != "none" and (

@@ -38,16 +38,12 @@ def head_outputs(
         mask = mask & Mask.window(*layer.window)
     if layer.score_bias is not None:
         score_bias = score_bias + bias_of(layer, q, k)
-    outputs = stages.head_outputs(
-        q,
-        k,
-        v,
-        mask=mask,
-        score_bias=score_bias,
-        scale=layer.scale,
-        softcap=layer.softcap,
-        sink=layer.sink,
-    )
+    options = {"mask": mask, "score_bias": score_bias, "scale": layer.scale}
+    options |= {"softcap": layer.softcap, "sink": layer.sink}
+    if layer.differential is None:
+        outputs = stages.head_outputs(q, k, v, **options)
+    else:
+        outputs = subtracted(layer, stages.weights(q, k, **options), v)
     if (norm := layer.output_norm) is not None:
         outputs = outputs.transpose(1, 2)
         joined = outputs.flatten(2) if norm.over == "width" else outputs
@@ -130,6 +126,21 @@ def row_of(rule: DisentangledRule, place: int) -> int:
         far = math.ceil(steps * (mid - 1) - 1e-6) + mid
         place = far if place > 0 else -far
     return min(max(place + rule.span, 0), 2 * rule.span - 1)
+
+
+def subtracted(layer: Attention, weights: Tensor, v: Tensor) -> Tensor:
+    """Differences of heads, pair by pair, in halves."""
+    rule, heads = layer.differential, layer.num_heads
+    dots = [torch.dot(getattr(layer, f"lambda_q{n}"), getattr(layer, f"lambda_k{n}")) for n in "12"]
+    factor = dots[0].exp() - dots[1].exp() + rule.init
+    halves = []
+    for pair in range(heads // 2):
+        kv = pair * layer.num_kv_heads // heads
+        values = torch.cat((v[:, kv], v[:, kv + layer.num_kv_heads // 2]), -1)
+        difference = (weights[:, pair] - factor * weights[:, pair + heads // 2]) @ values
+        size = (difference.square().mean(-1, keepdim=True) + rule.eps).sqrt()
+        halves += ((1 - rule.init) * difference / size).chunk(2, -1)
+    return torch.stack(halves, 1)
 
 
 def warmed(q: Tensor, rule: TemperatureRule | None, places: Tensor) -> Tensor:

@@ -34,8 +34,7 @@ def difference_factor(
     rule: DifferentialRule, q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor
 ) -> Float[Tensor, ""]:
     """Return the factor of each pair's second softmax."""
-    factor: Tensor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + rule.init
-    return factor
+    return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + float(rule.init)
 
 
 def subtract_pairs(
@@ -54,4 +53,5 @@ def halve_pairs(
     pairs: Float[Tensor, "batch pairs queries pair_width"],
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Return the halves of each pair's channels as two heads."""
-    return pairs.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
+    halves: Tensor = pairs.unflatten(-1, (2, -1))
+    return halves.transpose(2, 3).flatten(1, 2)

@@ -10,7 +10,8 @@ from headwise import Attention, Rotary, compare
 from headwise.diagnosis.causes.rotary import _warm_by_column
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.layers import NativeSubject
-from headwise.function.spec import TemperatureRule, ValueRule
+from headwise.function.differential import usual_init
+from headwise.function.spec import DifferentialRule, TemperatureRule, ValueRule
 from headwise.function.temperature import query_factors
 from headwise.layers.norm import QKNorm
 
@@ -20,6 +21,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "clip": {"clip": 0.4},
     "values": {"values": ValueRule(eps=1e-6)},
     "output norm": {"output_norm": QKNorm(over="width")},
+    "differential": {"differential": DifferentialRule(usual_init(2), 1e-5)},
 }
 
 
@@ -50,6 +52,13 @@ def causes(first: nn.Module, second: nn.Module) -> list[Any]:
     diagnosis = compare(second, first, tokens())
     assert diagnosis.function is not None
     return [*diagnosis.function.causes]
+
+
+def test_layers_that_are_counted_from_1_are_named() -> None:
+    right, wrong = (DifferentialRule(usual_init(number), 1e-5) for number in (2, 3))
+    [cause] = causes(*pair({"differential": right}, differential=wrong))
+    assert cause.name == "part left out"
+    assert cause.parameters == {"init": "of the next layer"}
 
 
 @pytest.mark.parametrize("part", PARTS)

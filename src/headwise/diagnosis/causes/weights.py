@@ -5,6 +5,7 @@ The output gate is a projection too: it is missing, of another function, or merg
 Most mistakes in weights are moves (`headwise.identify.moves`), and have no function here.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations, product
@@ -19,7 +20,7 @@ from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.function import stages
 from headwise.function.records import STAGE_OF, output_gates
 from headwise.function.spec import ABSENT
-from headwise.function.weights import State
+from headwise.function.weights import LAMBDAS, State
 from headwise.identify import catalogue
 from headwise.identify.catalogue import Cause
 from headwise.identify.moves import find
@@ -386,13 +387,21 @@ def _part_left_out(evidence: Evidence) -> Variants:
         "clip": f"clip queries, keys and values: clip={settings.bound}",
         "values": f"change values before they are mixed: values={settings.values}",
         "output_norm": f"normalise the head outputs: output_norm={settings.output_norm}",
+        "differential": f"subtract the heads of pairs: differential={settings.differential}",
     }
     for name, repair in repairs.items():
         if getattr(settings, name) is not ABSENT:
             model = evidence.model.with_settings(**{name: None})
             if name == "output_norm":
                 model = model.with_weights(o_norms=None, o_norms_bias=None)
+            if name == "differential":
+                model = model.with_weights(**dict.fromkeys(LAMBDAS))
             yield Variant(model, {"part": name.replace("_", " ")}, repair)
+    if (rule := settings.pairs) is not None:
+        for words, step in {"the layer before": 0.3, "the next layer": -0.3}.items():
+            other = replace(rule, init=0.8 - (0.8 - rule.init) * math.exp(step))
+            model = evidence.model.with_settings(differential=other)
+            yield Variant(model, {"init": f"of {words}"}, f"init={rule.init:.9g}, of this layer")
 
 
 def _gate_without_sigmoid(evidence: Evidence) -> Variants:
