@@ -63,10 +63,7 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
     elif chance.maybe(0.3):
         eps, factor = chance.choose((None, 1e-6)), chance.choose((1.0, 0.7))
         given["values"], options["values"] = ValueRule(eps, factor), (eps, factor)
-    _draw_output_norm(chance, given, options)
-    if not has_latent and given["num_kv_heads"] % 2 == 0 and chance.maybe():
-        rule = {"init": chance.choose((0.2, 0.36)), "eps": chance.choose((1e-5, 1e-2))}
-        given["differential"], options["differential"] = DifferentialRule(**rule), rule
+    _draw_outputs(chance, given, options)
     if not has_latent and not decodes and chance.maybe(0.25):
         given["source_dim"] = 15
     else:
@@ -93,7 +90,11 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
     return Drawn(layer, options, f"Attention({embed_dim}, {heads}, {said}) {dtype}")
 
 
-def _draw_output_norm(chance: Chance, given: dict[str, Any], options: dict[str, Any]) -> None:
+def _draw_outputs(chance: Chance, given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Differences of pairs of heads, and a norm of head outputs."""
+    if given.get("num_kv_heads", 1) % 2 == 0 and chance.maybe():  # a latent has none
+        rule = {"init": chance.choose((0.2, 0.36)), "eps": chance.choose((1e-5, 1e-2))}
+        given["differential"], options["differential"] = DifferentialRule(**rule), rule
     if chance.maybe(0.3):
         kind, over = chance.choose((("rms", "width"), ("layer", "width"), ("rms", "head")))
         given["output_norm"] = QKNorm(kind, over, has_weight=over == "width")

@@ -23,6 +23,7 @@ SIZES = {
     "gate_width": 8,
     "shared_width": 6,
     "rank": 36,
+    "lambda_dim": 11,
 }
 ROTARY_WIDTH = 6
 

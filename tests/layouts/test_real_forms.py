@@ -58,6 +58,7 @@ CASES: dict[str, Any] = {
     ),
     "muse-glimmer": lambda: transformers.MuseGlimmerTextConfig(**SIZES | KINDS),
     "bitnet": lambda: transformers.BitNetConfig(**SIZES),
+    "diffllama": lambda: transformers.DiffLlamaConfig(**SIZES),
     "nanochat": lambda: transformers.NanoChatConfig(**SIZES),
     "llama4": lambda: transformers.Llama4TextConfig(
         **SIZES,

@@ -175,13 +175,12 @@ class AttentionBase(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.embed_dim, self.num_heads, self.identity = embed_dim, num_heads, uuid4().hex
         self._set_sizes(num_kv_heads, head_dim, value_dim, out_dim, source_dim)
-        self.rotary, self.qk_norm, self.window = rotary, qk_norm, window
-        self.scale, self.softcap, self.output_gate = scale, softcap, output_gate
-        self.temperature, self.clip, self.values = temperature, clip, values
-        self.output_norm, self.dropout, self.init = output_norm, dropout, init
-        self.differential = differential
+        self.rotary, self.qk_norm, self.window, self.scale = rotary, qk_norm, window, scale
+        self.softcap, self.output_gate, self.temperature = softcap, output_gate, temperature
+        self.clip, self.values, self.output_norm = clip, values, output_norm
+        self.differential, self.dropout, self.init = differential, dropout, init
         if latent is not None:
             self._take_latent(latent, k_bias=bool(k_bias), v_bias=bool(v_bias))
         check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
@@ -189,7 +188,6 @@ class AttentionBase(nn.Module):
         biases = [latent is None if each is None else each for each in (k_bias, v_bias)]
         self._make_projections((q_bias, *biases, out_bias), latent_bias=latent_bias, **options)
         self._make_optional_parts(score_bias, sink=sink, gate_bias=gate_bias, **options)
-        self.identity = uuid4().hex
         self.reset_parameters()
 
     def _make_projections(

@@ -35,6 +35,7 @@ EXAMPLE: Sizes = {
     "gate_width": 4,
     "shared_width": 2,
     "rank": 6,
+    "lambda_dim": 4,
 }
 WIDTH = 76  # of the text
 MOST_LINES = 12  # for one axis
