@@ -9,6 +9,7 @@ They use these names:
     mask                  broadcasts to the scores, True may attend; None for none
     outputs               (batch, heads, tokens, channels): weights @ v
     table                 (buckets, heads), the learned numbers of a bias by distance
+    place_table           (rows, width), DeBERTa's vectors of relative positions
     past, past_k, past_v  number of tokens in the cache; its keys and values
 """
 
@@ -28,8 +29,16 @@ from headwise.function.scaling import (
     ProportionalScaling,
     YarnScaling,
 )
-from headwise.function.spec import AttentionSpec, BucketRule, NormRule, TemperatureRule, ValueRule
-from headwise.function.weights import State
+from headwise.function.spec import (
+    AttentionSpec,
+    BucketRule,
+    DifferentialRule,
+    DisentangledRule,
+    NormRule,
+    TemperatureRule,
+    ValueRule,
+)
+from headwise.function.weights import State, bias_of
 
 Lines = Iterator[str]
 
@@ -247,7 +256,35 @@ def _bucket_bias(code: Code, rule: BucketRule) -> Lines:
     yield "scores = scores + table[bucket].permute(2, 0, 1)"
 
 
+def _place_terms(code: Code, rule: DisentangledRule) -> Lines:
+    yield "places = place_table"
+    if rule.eps is not None:
+        yield "places = places - places.mean(-1, keepdim=True)"
+        root = f"torch.sqrt((places * places).mean(-1, keepdim=True) + {rule.eps:g})"
+        yield f"places = places / {root} * place_norm + place_norm_bias"
+    yield from _distances(code)
+    if rule.max_distance is not None:
+        mid = rule.span // 2
+        steps = f"{mid - 1} / {write_number(math.log((rule.max_distance - 1) / mid))}"
+        yield f"steps = torch.log(abs(ahead).clip({mid}).float() / {mid}) * {steps}"
+        yield f"far = {mid} + torch.ceil(steps).long()"
+        yield f"ahead = torch.where(abs(ahead) <= {mid}, ahead, far * torch.sign(ahead))"
+    yield f"rows = ({rule.span} - ahead).clip(0, {2 * rule.span - 1})"
+    for term in rule.terms:
+        role, pair = ("k", "i") if term == "c2p" else ("q", "j")  # whose places, and who meets them
+        name = f"w{role}" if rule.is_shared else f"wp{role}"
+        heads, channels, _width = code.weights[name].shape
+        bias = f" + {bias_of(name)}" if bias_of(name) in code.weights else ""
+        yield f"place = (places @ {name}.T{bias}).reshape(-1, {heads}, {channels}).swapaxes(0, 1)"
+        if heads < code.settings.num_heads:
+            yield f"place = place.repeat_interleave({code.settings.group}, 0)"
+        met = f"torch.einsum('bh{pair}d,hijd->bhij', {'q' if role == 'k' else 'k'}, place[:, rows])"
+        yield f"scores = scores + {write_number(code.settings.factor)} * {met}"
+
+
 def _bias(code: Code, _: str) -> Lines:
+    if (places := code.settings.places) is not None:
+        yield from _place_terms(code, places)
     if (rule := code.settings.buckets) is not None:
         yield from _bucket_bias(code, rule)
     if (slopes := slopes_of(code.settings)) is not None:
@@ -301,9 +338,25 @@ def _values(code: Code) -> Lines:
         yield f"v = {rule.factor:g} * v"
 
 
+def _subtract_pairs(code: Code, rule: DifferentialRule) -> Lines:
+    half, channels = code.settings.num_heads // 2, code.weights["wv"].shape[1]
+    yield f"pairs = torch.cat((v[:, :{half}], v[:, {half}:]), -1)"
+    yield "outputs = weights @ torch.cat((pairs, pairs), 1)"
+    dots = (f"torch.exp((lambda_q{n} * lambda_k{n}).sum())" for n in "12")
+    yield f"factor = {' - '.join(dots)} + {write_number(rule.init)}"
+    yield f"outputs = outputs[:, :{half}] - factor * outputs[:, {half}:]"
+    root = f"torch.sqrt((outputs * outputs).mean(-1, keepdim=True) + {rule.eps:g})"
+    yield f"outputs = {write_number(1 - rule.init)} * outputs / {root}"
+    yield f"outputs = outputs.reshape(*outputs.shape[:3], 2, {channels}).swapaxes(2, 3)"
+    yield f"outputs = outputs.reshape(len(outputs), {2 * half}, -1, {channels})"
+
+
 def _mix(code: Code, _: str) -> Lines:
     yield from _values(code)
-    yield "outputs = weights @ v"
+    if (pairs := code.settings.pairs) is None:
+        yield "outputs = weights @ v"
+    else:
+        yield from _subtract_pairs(code, pairs)
     if isinstance(rule := code.settings.output_norm, NormRule):
         axes = "(1, 3)" if rule.over == "width" else "-1"
         if rule.kind == "layer":

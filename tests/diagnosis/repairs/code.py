@@ -26,7 +26,17 @@ def name_weights(layer: Attention, language: str) -> dict[str, Any]:
         short = f"{kind[0]}{NAMES[module]}" if module in NAMES else ""
         if module in ("q_norm", "k_norm", "o_norm"):
             short = module if kind == "weight" else f"{module}_bias"
-        others = {"sink": "sinks", "score_bias.relative_attention_bias.weight": "table"}
+        others = {"sink": "sinks"} | {
+            f"score_bias.{stored}": text
+            for stored, text in {
+                "relative_attention_bias.weight": "table",
+                "rel_embeddings.weight": "place_table",
+                "norm.weight": "place_norm",
+                "norm.bias": "place_norm_bias",
+                **{f"{role}_proj.weight": f"wp{role}" for role in "qk"},
+                **{f"{role}_proj.bias": f"bp{role}" for role in "qk"},
+            }.items()
+        }
         short = others.get(name, short or name)
         named[short] = x.detach().numpy() if language == "numpy" else x.detach()
     return named

@@ -11,6 +11,7 @@ from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.function import (
+    DifferentialRule,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -24,7 +25,7 @@ from headwise.function import (
 from headwise.function.lines import Code
 from headwise.function.records import stages_of
 from headwise.identify.catalogue import CAUSES, PROJECTED, Cause
-from headwise.layers import Alibi, QKNorm, T5Bias
+from headwise.layers import Alibi, DebertaBias, QKNorm, T5Bias
 from tests.diagnosis.repairs.code import define, name_weights
 from tests.quick import others_slow
 
@@ -45,6 +46,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "alibi": {"score_bias": Alibi(), "window": (None, 0)},
     "buckets": {"score_bias": T5Bias(8, 16), "scale": 1.0},
     "buckets before": {"score_bias": T5Bias(8, 10, bidirectional=False), "window": (None, 0)},
+    "deberta": {"score_bias": DebertaBias(4, 9, eps=1e-3), "num_kv_heads": 2, "scale": 0.2},
+    "deberta, shared": {"score_bias": DebertaBias(5, is_shared=True), "window": (None, 0)},
+    "deberta, one term": {"score_bias": DebertaBias(6, 8, terms=("p2c",))},
+    "differential": {"differential": DifferentialRule(0.36, 1e-3), "num_kv_heads": 2},
     "softcap, both sides": {"softcap": 2.0, "window": (4, 2)},
     "sink": {"sink": True},
     "gate": {"output_gate": "channel"},
