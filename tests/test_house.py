@@ -32,14 +32,14 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 6_010,
+    "checkpoints": 6_050,
     "cli": 1_990,
-    "diagnosis": 13_350,
-    "function": 4_050,
+    "diagnosis": 13_380,
+    "function": 4_340,
     "huggingface": 900,
     "identify": 5_400,
-    "layers": 4_850,
-    "layouts": 5_350,
+    "layers": 4_950,
+    "layouts": 5_380,
     "masks": 2_400,
     "matrix": 2_400,
     "models": 700,
@@ -48,7 +48,7 @@ MOST_LINES_OF_A_ROOM = {
     "sharding": 2_800,
     "study": 4_950,
     "support": 1_140,
-    "surgery": 4_650,
+    "surgery": 4_660,
 }
 # Letters of a module's name, which is read with its folder.
 MOST_LETTERS, MOST_LETTERS_OF_NINE_IN_TEN, MEDIAN_LETTERS = 20, 14, 9
