@@ -93,7 +93,10 @@ REFUSED = {
     ),
     "tensors without the option": (
         lambda: Attention.from_layout(
-            Attention(24, 4, differential=RULE).state_dict(), layout="headwise", num_heads=4
+            Attention(24, 4, differential=RULE).state_dict(),
+            layout="headwise",
+            num_heads=4,
+            scale=None,
         ),
         OptionError,
         ["lambda_q1", "0.8 - 0.6 exp(-0.3 layer)"],
