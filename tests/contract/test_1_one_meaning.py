@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from headwise import Attention, Rotary
 from headwise.function import Latent
 from headwise.function.budget import Budget
+from headwise.layers.distance import DebertaBias
 from headwise.layers.norm import QKNorm
 from headwise.masks.mask import Mask
 from headwise.matrix.kernels import varlen
@@ -193,7 +194,8 @@ def test_nan_in_padding_reaches_nothing_of_the_native_layer(
     options: dict[str, Any] = {"output_gate": "head", "sink": True}
     latent = {"latent": Latent(rank=5, shared_width=4, query_rank=6), "rotary": Rotary()}
     kinds = [{"qk_norm": QKNorm(), "rotary": Rotary()}, {"qk_norm": QKNorm()}, latent]
-    for crosses, more in zip((False, True, False), kinds, strict=True):
+    kinds.append({"score_bias": DebertaBias(4, 9, eps=1e-7)})
+    for crosses, more in zip((False, True, False, False), kinds, strict=True):
         layer = Attention(EMBED, HEADS, **options | more)
         found = []
         for filling in (0.0, torch.nan):

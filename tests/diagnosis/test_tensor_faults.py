@@ -10,6 +10,7 @@ from torch import Tensor
 from headwise import Attention, compare, verify
 from headwise.function.weights import AXES, State
 from headwise.layers.conversion import canonical_state, layer_state_dict_from_canonical
+from headwise.layers.distance import DebertaBias
 from headwise.layers.norm import QKNorm
 from headwise.layouts import registry
 
@@ -22,8 +23,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sink": {"sink": True},
     **{key: {"qk_norm": PER_HEAD} for key in ("q_norm", "k_norm", "q_norm_bias", "k_norm_bias")},
     **{key: {"qk_norm": WIDE} for key in ("q_norms", "k_norms")},
+    **{key: {"score_bias": DebertaBias(6)} for key in ("wpq", "wpk", "bpq", "bpk")},
 }
 EXTRA = ("extra_k", "extra_v")  # which only files of torch's layer have
+ALONE = (*EXTRA, "wpq", "wpk", "bpq", "bpk")  # tried as weights alone: a search takes long
 BIASES = {"q": "q_bias", "k": "k_bias", "v": "v_bias", "o": "out_bias", "g": "gate_bias"}
 
 
@@ -102,7 +105,7 @@ def list_cells() -> Iterator[tuple[str, str, str]]:
             is_matrix = fault != "transposed" or len(axes) > 2
             is_bias = fault != "lost" or name[0] == "b"
             if has_rows and is_matrix and is_bias and (fault != "interleaved" or name != "bo"):
-                for view in ("verify",) if name in EXTRA else ("verify", "two layers", "function"):
+                for view in ("verify",) if name in ALONE else ("verify", "two layers", "function"):
                     yield view, name, fault
 
 
