@@ -110,6 +110,14 @@ _BESIDE: dict[str, Callable[[Config], Any]] = {
 }
 
 
+# Images in one row of patches: frames, rows and columns of each.
+_PACKED = {
+    f"{EDGE} columns": [[1, EDGE, EDGE]],
+    f"{2 * EDGE} columns": [[1, EDGE, 2 * EDGE]],
+    "a video and an image": [[FRAMES, EDGE, 2 * EDGE], [1, 2 * EDGE, EDGE]],
+}
+
+
 def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Given]]:
     sizes = "image_size", "input_size", "img_size"
     high, wide = (_size(config, 64, *sizes, at=at) for at in (0, -1))
@@ -120,10 +128,11 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
     if grid is not None and "input_ids" not in takes:  # images as rows of patches
         name = "pixel_values" if "pixel_values" in takes else "hidden_states"
         deep = _size(config, 1, "temporal_patch_size")
-        for columns in (EDGE, 2 * EDGE):
-            thw, patches = torch.tensor([[1, EDGE, columns]]), EDGE * columns
+        for title, sizes in _PACKED.items():
+            thw = torch.tensor(sizes)
+            patches = int(thw.prod(1).sum())
             for shape in ((channels * deep * edge**2,), (channels, edge, edge)):
-                yield f"{columns} columns", {name: _draw(patches, *shape), grid: thw}
+                yield title, {name: _draw(patches, *shape), grid: thw}
     for name in ("pixel_values", "pixel_values_videos", "image"):
         if name not in takes:
             continue

@@ -108,6 +108,8 @@ class Probe:
         x, source = self.call.x, self.call.source
         keys = (x if source is None else source).shape[1]
         shown = torch.ones(x.shape[0], x.shape[1], keys, dtype=torch.bool)
+        if (images := self.call.images) is not None and source is None:
+            shown &= images[:, None] == images  # of one row, which do not see each other
         every = [shown]
         if self.real is not None and self.real.shape[1] == keys:
             every = [shown & self.real[:, None], shown]
@@ -117,6 +119,8 @@ class Probe:
 
     def _list_positions(self, layer: Attention) -> list[Tensor | None]:
         """Return the positions that a layer gets; some classes count columns whatever they got."""
+        if layer.rotary is not None and layer.rotary.axis_count > 1 and self.call.turn is not None:
+            return [self.call.turn.positions(*self.call.x.shape[:2])]
         if self.positions is None or not layer.takes_positions:
             return [None]
         return [self.positions] if self.positions.dim() == 3 else [self.positions, None]
