@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import pi
+from math import pi, prod
 from typing import Any
 
 import torch
@@ -127,12 +127,13 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
     grid = next((name for name in ("grid_thw", "image_grid_thw") if name in takes), None)
     if grid is not None and "input_ids" not in takes:  # images as rows of patches
         name = "pixel_values" if "pixel_values" in takes else "hidden_states"
-        deep = _size(config, 1, "temporal_patch_size")
+        deep = _size(config, 1, "temporal_patch_size", "patch_temporal")
         for title, sizes in _PACKED.items():
             thw = torch.tensor(sizes)
             patches = int(thw.prod(1).sum())
-            for shape in ((channels * deep * edge**2,), (channels, edge, edge)):
-                yield title, {name: _draw(patches, *shape), grid: thw}
+            patch = channels, edge, edge
+            for shape in ((patches, deep * prod(patch)), (patches, *patch), (1, patches, *patch)):
+                yield title, {name: _draw(*shape), grid: thw}
     for name in ("pixel_values", "pixel_values_videos", "image"):
         if name not in takes:
             continue

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.transformers import UntrustedCodeError, find_trusted_code
 from headwise.errors import HeadwiseError, MissingExtraError, OptionError
 from headwise.function.rotary import Rotary
-from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, NormRule, RotaryRule
+from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, NormRule, Pairing, RotaryRule
 from headwise.function.weights import FIRST, NORMS, bias_of
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
@@ -141,8 +141,10 @@ class StoredReading:
 
     def vary(self, rotation: RotaryRule | None = None) -> Iterator[StoredReading]:
         """Yield this reading in all variants that may be another function."""
-        if rotation is not None:
-            yield replace(self, variant=(TURNED,), rotation=rotation)
+        for pairing in get_args(Pairing) if rotation is not None else ():  # of stored rows
+            turned = replace(rotation, pairing=pairing)
+            words = TURNED, f"{pairing} rows", NO_WINDOW  # a window would be one of rows
+            yield replace(self, variant=words, rotation=turned)
         for words in VARIANTS:
             # Without a rotation, interleaved rows are the same function as those of another layout.
             if NO_ROTATION not in words or self.stored.rows != "interleaved":

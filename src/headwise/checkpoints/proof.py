@@ -237,15 +237,19 @@ class _Run(nn.Module):
 def shrink_far_settings(values: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
     """Return a config in which settings that act far out act within a few tokens.
 
-    Those of the options that a caller has ``given`` stay: "rotary" or "window".
+    Those of the options that a caller has ``given`` stay: "rotary" or "window". The window of a
+    tower may be in pixels: it then has two patches on each side, as merged.
     """
     near: dict[str, Any] = {}
+    patch, merged = values.get("patch_size"), values.get("spatial_merge_size", 1)
+    window = 2 * patch * merged if isinstance(patch, int) else NEAR
     for name, value in values.items():
-        number, option = (NEAR_ORIGINAL, "rotary") if "original" in str(name) else (NEAR, "window")
+        is_original = "original" in str(name)
+        number, option = (NEAR_ORIGINAL, "rotary") if is_original else (window, "window")
         if isinstance(value, Mapping):
             near[name] = shrink_far_settings(value, given)
         elif isinstance(value, int) and value > LONG // 2 and FAR.search(str(name)):
-            near[name] = value if option in given else number
+            near[name] = value if option in given else min(value, number)
         else:
             near[name] = value
     return near

@@ -47,7 +47,7 @@ class HandedPlaces:
     """What a model hands to one attention beside its input, kept in a run.
 
     Attributes:
-        made: places, and the angles that a rotation in the model made of them.
+        made: places of (axes, rows), and the angles that a rotation in the model made of them.
         handed: arguments of the attention.
     """
 
@@ -59,10 +59,10 @@ class HandedPlaces:
         """Keep what is handed to an attention of a model."""
 
         def keep_made(_: nn.Module, args: Any, named: Mapping[str, Any], result: Any) -> None:
-            given = (*args, *named.values())
-            whole = (x for x in given if isinstance(x, Tensor) and not x.is_floating_point())
-            if (places := next(whole, None)) is not None and (angles := _join(result)) is not None:
-                self.made.append((places, angles))
+            if (angles := _join(result)) is not None:
+                given = (x for x in (*args, *named.values()) if isinstance(x, Tensor))
+                each = (_with_axes_first(x, len(angles)) for x in given)
+                self.made += [(places, angles) for places in each if places is not None]
 
         def keep_handed(_: nn.Module, args: Any, named: Mapping[str, Any]) -> None:
             self.handed = [*args, *named.values()]
@@ -80,12 +80,10 @@ class HandedPlaces:
         """Return the angles with their places; None where none of several axes made them."""
         for handed in filter(None.__ne__, map(_join, self.handed)):
             for places, made in self.made:
-                axes = _with_axes_first(places, len(made))
-                if axes is None or made.shape[1] != handed.shape[1]:
-                    continue
-                is_same = (handed[:, None] == made).all(-1)  # windows have an order of their own
-                if is_same.any(1).all():
-                    return Turn(axes[:, is_same.int().argmax(1)], handed)
+                if made.shape[1] == handed.shape[1]:
+                    is_same = (handed[:, None] == made).all(-1)  # windows have their own order
+                    if is_same.any(1).all():
+                        return Turn(places[:, is_same.int().argmax(1)], handed)
         return None
 
     def find_images(self, tokens: int) -> Tensor | None:
