@@ -22,10 +22,12 @@ from headwise.checkpoints.config import layer_attends, layout_name
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.inputs import list_coordinates
 from headwise.checkpoints.loading import StoredLayers
+from headwise.checkpoints.turns import HandedPlaces
 from headwise.errors import HeadwiseError
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts.modules import find_modules
+from headwise.masks.mask import Mask
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention
 
@@ -60,6 +62,10 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
             positions += [x for x in each if x is not None]
         layers = StoredLayers(opened)
         outcomes = [_outcome(layers, prefix, calls, positions) for prefix in prefixes]
+        for at, (kind, _) in enumerate(outcomes):
+            if kind == LOADED:
+                layer = layers.load(0, prefixes[at])
+                outcomes[at] = _outcome_of_tower(layer, stored, given, calls)
     if not outcomes:
         obstacle = registry.find_obstacle(opened.source.headers)
         return REFUSED, "no layout has its tensors" if obstacle is None else obstacle.reason
@@ -168,4 +174,47 @@ def _outcome(
         gap = float(((mine - theirs) * real).abs().max() / theirs.abs().max())
         if not gap < EQUAL:
             return OTHER, f"{prefix}: head outputs differ by {gap:.2g} of the largest"
+    return LOADED, ""
+
+
+def _outcome_of_tower(
+    layer: Attention, model: nn.Module, given: dict[str, Any], calls: Iterable[CapturedCall]
+) -> tuple[str, str]:
+    """Compare a layer on images in one row, or on places along several axes, as the model has them.
+
+    Each image of a row is a call of its own.
+    """
+    weight, by_name = layer.out_proj.weight, dict[str, list[CapturedCall]]()
+    for call in calls:
+        if call.state is not None and call.outputs is not None and call.mixed is None:
+            by_name.setdefault(call.layer, []).append(call)
+    for name, of_layer in by_name.items():
+        attention = model.get_submodule(name)
+        if not any(torch.equal(weight, x) for x in attention.parameters()):
+            continue
+        state = of_layer[0].state
+        packed = len(of_layer) if state.dim() == 2 else 1
+        x = state[None] if state.dim() == 2 else state.flatten(1, -2)
+        theirs = torch.cat([call.outputs for call in of_layer[:packed]], 2)
+        kept = HandedPlaces()
+        with kept.keep(model, attention), torch.no_grad():
+            model(**given)
+        turn = kept.find_turn()
+        is_turned = layer.rotary is not None and layer.rotary.axis_count > 1
+        if theirs.shape[::2] != x.shape[:2] or (is_turned and turn is None):
+            continue
+        if not is_turned and packed == 1:
+            continue  # compared already
+        mask, real = of_layer[0].matrix.mask, of_layer[0].real_queries[:, None, :, None]
+        if packed > 1:
+            lengths = torch.tensor([call.outputs.shape[2] for call in of_layer[:packed]])
+            image = torch.arange(packed).repeat_interleave(lengths)
+            mask = Mask.may_attend((image[:, None] == image)[None], axes="batch queries keys")
+            real = torch.ones(())
+        places = turn.positions(*x.shape[:2]) if is_turned else None
+        with torch.no_grad():
+            mine = layer.head_outputs(x, mask=mask, positions=places)
+        gap = float(((mine - theirs) * real).abs().max() / theirs.abs().max())
+        if not gap < EQUAL:
+            return OTHER, f"{name}: head outputs differ by {gap:.2g} of the largest"
     return LOADED, ""

@@ -279,6 +279,11 @@ class StoredLayers:
         if stored is None:
             readings = _readings_that_fit(self.opened, layer, prefix) if self.proof else []
             return self._load_unlisted(readings)
+        if prefix is not None and self.proof and self.layout is None:
+            listed = find_modules(stored, self.opened.source.headers)
+            is_listed = bool(_match_modules(listed, layer, prefix))
+            if not is_listed and (towers := _readings_that_fit(self.opened, layer, prefix)):
+                return self._load_unlisted(towers)
         module, modules = _select_module(self.opened.source, stored, layer, prefix)
         reading = StoredReading(self.opened, stored, module, modules)
         if not self.proof:
