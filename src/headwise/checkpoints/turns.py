@@ -78,7 +78,7 @@ class HandedPlaces:
 
     def find_turn(self) -> Turn | None:
         """Return the angles with their places; None where none of several axes made them."""
-        for handed in filter(None.__ne__, map(_join, self.handed)):
+        for handed in (x for x in map(_join, self.handed) if x is not None):
             for places, made in self.made:
                 if made.shape[1] == handed.shape[1]:
                     is_same = (handed[:, None] == made).all(-1)  # windows have their own order
