@@ -22,14 +22,15 @@ GRID = torch.cartesian_prod(torch.arange(3), torch.arange(ROWS), torch.arange(CO
 
 
 def turn_of(rule: RotaryRule, places: Tensor) -> Turn:
-    """The angles of all channels, as classes make them: in float32, cosine and sine apart."""
+    """The angles of all channels, as classes make them in a proof: of frequencies in float32."""
     assert rule.axes is not None
-    angles = torch.stack([places[axis] for axis in rule.axes], -1) * frequencies_of_rule(rule)
+    frequencies = frequencies_of_rule(rule).float().double()
+    angles = torch.stack([places[axis] for axis in rule.axes], -1) * frequencies
     if rule.pairing == "interleaved":
         every = angles.repeat_interleave(2, -1)
     else:
         every = angles.unflatten(-1, (rule.parts, -1)).repeat(1, 1, 2).flatten(1)
-    return Turn(places, torch.complex(every.float().cos().double(), every.float().sin().double()))
+    return Turn(places, torch.complex(every.cos(), every.sin()))
 
 
 RULES: dict[str, RotaryRule] = {

@@ -131,12 +131,14 @@ def fit_rotation(turns: Iterable[Turn], theta: float) -> RotaryRule | None:
     if found is None:
         return None
     rule, angles = replace(found[0], theta=theta), found[1]
-    tried = (places[..., None] * frequencies_of_rule(rule)).movedim(0, 1).flatten(1)
+    frequencies = frequencies_of_rule(rule)
+    tried = (places[..., None] * frequencies).movedim(0, 1).flatten(1)
     gaps = (torch.polar(torch.ones_like(tried), tried)[:, None] - angles[..., None]).abs().amax(0)
-    fits = gaps < places.abs().max() / 2**22  # the frequencies of a class are float32
+    count = len(frequencies)
+    # The frequencies of a class are float32.
+    fits = gaps < (places.abs().max() * frequencies / 2**22).repeat(len(places))
     if not (fits.sum(1) == 1).all():
         return None
-    count = fits.shape[0]
     first = fits.int().argmax(1).tolist()
     numbers = tuple(n % count for n in first)
     return replace(rule, axes=tuple(n // count for n in first), numbers=numbers)
