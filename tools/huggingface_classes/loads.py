@@ -82,7 +82,9 @@ def _prefixes(opened: Checkpoint) -> Iterator[str]:
     name, headers = layout_name(opened.config), opened.source.headers
     every = registry.layouts_by_name().values()
     seen = set()
-    for layout in every if name is None else [registry.layout(name)]:
+    listed = None if name is None else registry.layout(name)
+    is_listed = listed is not None and bool(find_modules(listed, headers))
+    for layout in [listed] if is_listed and listed else every:
         for module in find_modules(layout, headers) if layout.required else ():
             whole = layout.required <= {*module.tensors.values()}
             linear = "text_config" not in opened.config and not layer_attends(

@@ -96,12 +96,18 @@ def _width(config: Config) -> int:
     return _size(config, 1, "hidden_size", "d_model")
 
 
+def _list_places() -> Tensor:
+    """Return the row and the column of each patch of an image, (patches, 2)."""
+    return torch.cartesian_prod(torch.arange(EDGE), torch.arange(EDGE))
+
+
 # Arguments that some classes need beside text, an image or a sound -> values for them.
 _BESIDE: dict[str, Callable[[Config], Any]] = {
     "visual_feats": lambda config: _draw(BATCH, REGIONS, _size(config, 1, "visual_feat_dim")),
     "visual_pos": lambda config: _draw(BATCH, REGIONS, _size(config, 4, "visual_pos_dim")),
     "spatial_shapes": lambda _: torch.full((BATCH, 2), EDGE),
     "pixel_attention_mask": lambda _: torch.ones(BATCH, EDGE**2, dtype=torch.long),
+    "pixel_position_ids": lambda _: _list_places().expand(BATCH, -1, -1),
     "merge_sizes": lambda _: torch.ones(1, dtype=torch.long),
     "context": lambda config: _draw(BATCH, SOURCE, _width(config)),
     "query_embeds": lambda config: _draw(BATCH, SHORT, _width(config)),
@@ -137,7 +143,7 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
     for name in ("pixel_values", "pixel_values_videos", "image"):
         if name not in takes:
             continue
-        if "spatial_shapes" in takes:
+        if "spatial_shapes" in takes or "pixel_position_ids" in takes:
             yield "patches", {name: _draw(BATCH, EDGE**2, channels * edge**2)}
         # Pixtral joins images to one sequence.
         batch = 1 if config.get("model_type") == "pixtral" else BATCH
@@ -145,8 +151,7 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
         yield "a video", {name: _draw(BATCH, frames, channels, high, wide)}
     if "flattened_patches" in takes:
         width = _size(config, _width(config), "patch_embed_hidden_size")
-        places = torch.cartesian_prod(torch.arange(EDGE), torch.arange(EDGE)) + 1.0
-        rows = torch.cat([places.expand(BATCH, -1, -1), _draw(BATCH, EDGE**2, width)], -1)
+        rows = torch.cat([(_list_places() + 1.0).expand(BATCH, -1, -1), _draw(BATCH, EDGE**2, width)], -1)
         yield "patches", {"flattened_patches": rows}
 
 

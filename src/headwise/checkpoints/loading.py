@@ -279,11 +279,12 @@ class StoredLayers:
         if stored is None:
             readings = _readings_that_fit(self.opened, layer, prefix) if self.proof else []
             return self._load_unlisted(readings)
-        if prefix is not None and self.proof and self.layout is None:
+        if self.proof and self.layout is None and self.opened.description is None:
             listed = find_modules(stored, self.opened.source.headers)
-            is_listed = bool(_match_modules(listed, layer, prefix))
-            if not is_listed and (towers := _readings_that_fit(self.opened, layer, prefix)):
-                return self._load_unlisted(towers)
+            if prefix is not None:  # may be that of a tower beside the model
+                listed = _match_modules(listed, layer, prefix)
+            if not listed and (others := _readings_that_fit(self.opened, layer, prefix)):
+                return self._load_unlisted(others)
         module, modules = _select_module(self.opened.source, stored, layer, prefix)
         reading = StoredReading(self.opened, stored, module, modules)
         if not self.proof:
