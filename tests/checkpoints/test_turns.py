@@ -1,4 +1,4 @@
-"""Rotations along several axes: read from the angles that a class gives, and proved by running it."""
+"""Rotations along several axes: read from the angles of a class, and proved by running it."""
 
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,14 @@ RULES: dict[str, RotaryRule] = {
     "even and odd frequencies": Rotary.of_plane(THETA, WIDTH, order="alternating").rule,
     "two parts": Rotary.of_plane(THETA, WIDTH, order="parts").rule,
     "neighbours": RotaryRule(
-        THETA, WIDTH, "interleaved", None, axes=(1, 0) * 6, numbers=(0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10)
+        THETA,
+        WIDTH,
+        "interleaved",
+        None,
+        axes=(1, 0) * 6,
+        numbers=(0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10),
     ),
-    "three axes": RotaryRule(THETA, WIDTH, scaling=None, axes=(0, 1, 2) * 4, numbers=(*range(12),)),
+    "three axes": RotaryRule(THETA, WIDTH, scaling=None, axes=(0, 1, 2) * 4),
 }
 
 
@@ -126,7 +131,9 @@ TOWERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Pairing]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", others_slow(TOWERS, "qwen3_vl_vision", "minimax_m3_vl_vision"))
+@pytest.mark.parametrize(
+    "model_type", others_slow(TOWERS, "qwen3_vl_vision", "minimax_m3_vl_vision")
+)
 def test_a_tower_is_proved_with_the_rotation_of_its_class(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

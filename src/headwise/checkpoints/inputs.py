@@ -151,7 +151,9 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
         yield "a video", {name: _draw(BATCH, frames, channels, high, wide)}
     if "flattened_patches" in takes:
         width = _size(config, _width(config), "patch_embed_hidden_size")
-        rows = torch.cat([(_list_places() + 1.0).expand(BATCH, -1, -1), _draw(BATCH, EDGE**2, width)], -1)
+        rows = torch.cat(
+            [(_list_places() + 1.0).expand(BATCH, -1, -1), _draw(BATCH, EDGE**2, width)], -1
+        )
         yield "patches", {"flattened_patches": rows}
 
 

@@ -26,7 +26,6 @@ from headwise.checkpoints.config import layout_in_layer, resolve
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.fields import Config, ConfigFields
 from headwise.checkpoints.inputs import find_field
-from headwise.checkpoints.turns import fit_rotation
 from headwise.checkpoints.proof import (
     Probe,
     ProbedClass,
@@ -36,6 +35,7 @@ from headwise.checkpoints.proof import (
 from headwise.checkpoints.skeleton import NotRunError, Skeleton
 from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.transformers import UntrustedCodeError, find_trusted_code
+from headwise.checkpoints.turns import fit_rotation
 from headwise.errors import HeadwiseError, MissingExtraError, OptionError
 from headwise.function.rotary import Rotary
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, NormRule, Pairing, RotaryRule

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.checkpoints.turns import HandedPlaces, Turn
 from headwise.checkpoints.transformers import (
     PURPOSE,
     class_of_config,
     list_load_errors,
     silence_transformers,
 )
+from headwise.checkpoints.turns import HandedPlaces, Turn
 from headwise.errors import OptionError
 from headwise.support.lazy import require_package
 from headwise.support.wide import default_float64, in_float64

@@ -20,7 +20,11 @@ from headwise.function.spec import Pairing, RotaryRule
 
 MOST_AXES = 4
 # Orders of the two channels of a pair in a table of angles: the pairing, and its equal parts.
-_ORDERS: tuple[tuple[Pairing, int], ...] = (("half-split", 1), ("interleaved", 1), ("half-split", 2))
+_ORDERS: tuple[tuple[Pairing, int], ...] = (
+    ("half-split", 1),
+    ("interleaved", 1),
+    ("half-split", 2),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +145,9 @@ def fit_rotation(turns: Iterable[Turn], theta: float) -> RotaryRule | None:
         return None
     first = fits.int().argmax(1).tolist()
     numbers = tuple(n % count for n in first)
-    return replace(rule, axes=tuple(n // count for n in first), numbers=numbers)
+    is_usual = numbers == (*range(count),)  # as those of a text, whose tokens may count
+    axes = tuple(n // count for n in first)
+    return replace(rule, axes=axes, numbers=None if is_usual else numbers)
 
 
 def _find_pairs(angles: Tensor) -> tuple[RotaryRule, Tensor] | None:
