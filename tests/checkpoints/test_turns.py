@@ -92,7 +92,7 @@ class _Tower(nn.Module):
 
 
 class _Attention(nn.Identity):
-    def forward(self, x: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
         return x
 
 

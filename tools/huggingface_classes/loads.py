@@ -22,7 +22,7 @@ from headwise.checkpoints.config import layer_attends, layout_name
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.inputs import list_coordinates
 from headwise.checkpoints.loading import StoredLayers
-from headwise.checkpoints.turns import HandedPlaces
+from headwise.checkpoints.turns import HandedPlaces, Turn
 from headwise.errors import HeadwiseError
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
@@ -186,37 +186,40 @@ def _outcome_of_tower(
 
     Each image of a row is a call of its own.
     """
-    weight, by_name = layer.out_proj.weight, dict[str, list[CapturedCall]]()
+    by_name: dict[str, list[tuple[CapturedCall, Tensor, Tensor]]] = {}
     for call in calls:
         if call.state is not None and call.outputs is not None and call.mixed is None:
-            by_name.setdefault(call.layer, []).append(call)
+            by_name.setdefault(call.layer, []).append((call, call.state, call.outputs))
+    is_turned = layer.rotary is not None and layer.rotary.axis_count > 1
     for name, of_layer in by_name.items():
         attention = model.get_submodule(name)
-        if not any(torch.equal(weight, x) for x in attention.parameters()):
+        call, state, theirs = of_layer[0]
+        is_row = state.dim() == 2
+        is_same = any(torch.equal(layer.out_proj.weight, x) for x in attention.parameters())
+        if not is_same or not (is_turned or is_row):
             continue
-        state = of_layer[0].state
-        packed = len(of_layer) if state.dim() == 2 else 1
-        x = state[None] if state.dim() == 2 else state.flatten(1, -2)
-        theirs = torch.cat([call.outputs for call in of_layer[:packed]], 2)
-        kept = HandedPlaces()
-        with kept.keep(model, attention), torch.no_grad():
-            model(**given)
-        turn = kept.find_turn()
-        is_turned = layer.rotary is not None and layer.rotary.axis_count > 1
-        if theirs.shape[::2] != x.shape[:2] or (is_turned and turn is None):
-            continue
-        if not is_turned and packed == 1:
-            continue  # compared already
-        mask, real = of_layer[0].matrix.mask, of_layer[0].real_queries[:, None, :, None]
-        if packed > 1:
-            lengths = torch.tensor([call.outputs.shape[2] for call in of_layer[:packed]])
-            image = torch.arange(packed).repeat_interleave(lengths)
+        x, mask = state.flatten(1, -2), call.matrix.mask
+        real = call.real_queries[:, None, :, None]
+        if is_row:
+            x, theirs = state[None], torch.cat([outputs for _, _, outputs in of_layer], 2)
+            lengths = torch.tensor([outputs.shape[2] for _, _, outputs in of_layer])
+            image = torch.arange(len(lengths)).repeat_interleave(lengths)
             mask = Mask.may_attend((image[:, None] == image)[None], axes="batch queries keys")
             real = torch.ones(())
-        places = turn.positions(*x.shape[:2]) if is_turned else None
+        turn = _turn_of(model, attention, given)
+        if theirs.shape[::2] != x.shape[:2] or (is_turned and turn is None):
+            continue
+        places = turn.positions(*x.shape[:2]) if is_turned and turn is not None else None
         with torch.no_grad():
             mine = layer.head_outputs(x, mask=mask, positions=places)
         gap = float(((mine - theirs) * real).abs().max() / theirs.abs().max())
         if not gap < EQUAL:
             return OTHER, f"{name}: head outputs differ by {gap:.2g} of the largest"
     return LOADED, ""
+
+
+def _turn_of(model: nn.Module, attention: nn.Module, given: dict[str, Any]) -> Turn | None:
+    kept = HandedPlaces()
+    with kept.keep(model, attention), torch.no_grad():
+        model(**given)
+    return kept.find_turn()

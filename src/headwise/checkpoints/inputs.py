@@ -134,8 +134,8 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
     if grid is not None and "input_ids" not in takes:  # images as rows of patches
         name = "pixel_values" if "pixel_values" in takes else "hidden_states"
         deep = _size(config, 1, "temporal_patch_size", "patch_temporal")
-        for title, sizes in _PACKED.items():
-            thw = torch.tensor(sizes)
+        for title, images in _PACKED.items():
+            thw = torch.tensor(images)
             patches = int(thw.prod(1).sum())
             patch = channels, edge, edge
             for shape in ((patches, deep * prod(patch)), (patches, *patch), (1, patches, *patch)):

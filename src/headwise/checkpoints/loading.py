@@ -141,10 +141,10 @@ class StoredReading:
 
     def vary(self, rotation: RotaryRule | None = None) -> Iterator[StoredReading]:
         """Yield this reading in all variants that may be another function."""
-        for pairing in get_args(Pairing) if rotation is not None else ():  # of stored rows
-            turned = replace(rotation, pairing=pairing)
-            words = TURNED, f"{pairing} rows", NO_WINDOW  # a window would be one of rows
-            yield replace(self, variant=words, rotation=turned)
+        if rotation is not None:
+            for pairing in get_args(Pairing):  # of stored rows
+                turned = (TURNED, f"{pairing} rows", NO_WINDOW)  # a window would be one of rows
+                yield replace(self, variant=turned, rotation=replace(rotation, pairing=pairing))
         for words in VARIANTS:
             # Without a rotation, interleaved rows are the same function as those of another layout.
             if NO_ROTATION not in words or self.stored.rows != "interleaved":

@@ -43,12 +43,13 @@ class Turn:
         """Return the places as (axes, batch, tokens); None where they are of other tokens."""
         if self.places.shape[1] not in (tokens, batch * tokens):
             return None
-        return self.places.unflatten(1, (-1, tokens)).expand(-1, batch, -1)
+        positions: Tensor = self.places.unflatten(1, (-1, tokens)).expand(-1, batch, -1)
+        return positions
 
 
 @dataclass(eq=False)
 class HandedPlaces:
-    """What a model hands to one attention beside its input, kept in a run.
+    """Arguments of one attention, and the places and angles of a model, kept in a run.
 
     Attributes:
         made: places of (axes, rows), and the angles that a rotation in the model made of them.
@@ -131,10 +132,10 @@ def fit_rotation(turns: Iterable[Turn], theta: float) -> RotaryRule | None:
     if not every or len({(len(t.places), t.angles.shape[1]) for t in every}) > 1:
         return None
     places = torch.cat([turn.places for turn in every], 1).double()
-    found = _find_pairs(torch.cat([turn.angles for turn in every]))
-    if found is None:
+    pairs = _find_pairs(torch.cat([turn.angles for turn in every]))
+    if pairs is None:
         return None
-    rule, angles = replace(found[0], theta=theta), found[1]
+    rule, angles = replace(pairs[0], theta=theta), pairs[1]
     frequencies = frequencies_of_rule(rule)
     tried = (places[..., None] * frequencies).movedim(0, 1).flatten(1)
     gaps = (torch.polar(torch.ones_like(tried), tried)[:, None] - angles[..., None]).abs().amax(0)
