@@ -198,10 +198,10 @@ def _outcome_of_tower(
         is_same = any(torch.equal(layer.out_proj.weight, x) for x in attention.parameters())
         if not is_same or not (is_turned or is_row):
             continue
-        x, mask = state.flatten(1, -2), call.matrix.mask
+        x, mask = state[None] if is_row else state.flatten(1, -2), call.matrix.mask
         real = call.real_queries[:, None, :, None]
         if is_row:
-            x, theirs = state[None], torch.cat([outputs for _, _, outputs in of_layer], 2)
+            theirs = torch.cat([outputs for _, _, outputs in of_layer], 2)
             lengths = torch.tensor([outputs.shape[2] for _, _, outputs in of_layer])
             image = torch.arange(len(lengths)).repeat_interleave(lengths)
             mask = Mask.may_attend((image[:, None] == image)[None], axes="batch queries keys")
