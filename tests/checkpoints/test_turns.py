@@ -131,9 +131,7 @@ TOWERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Pairing]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "model_type", others_slow(TOWERS, "qwen3_vl_vision", "minimax_m3_vl_vision")
-)
+@pytest.mark.parametrize("model_type", others_slow(TOWERS))
 def test_a_tower_is_proved_with_the_rotation_of_its_class(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

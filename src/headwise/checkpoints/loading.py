@@ -86,6 +86,8 @@ def load_attention(
     The mask is an argument of the call: a decoder needs ``Mask.causal()``.
     Where transformers has the model's class, the layer must give its numbers on several inputs, as
     the repr says. A model_type that the catalogue lacks loads if one layout does.
+    A vision tower takes ``positions`` as its class gives them to its rotation, (axes, batch,
+    tokens), and a mask by which the images of one row do not see each other.
 
     Args:
         path: a file of weights, an index, or a folder with them.
