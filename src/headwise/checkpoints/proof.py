@@ -237,22 +237,34 @@ class _Run(nn.Module):
 def shrink_far_settings(values: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
     """Return a config in which settings that act far out act within a few tokens.
 
-    Those of the options that a caller has ``given`` stay: "rotary" or "window". The window of a
+    Those of the options that a caller has ``given`` stay: "rotary" or "window". The smallest one
+    has `NEAR`, larger ones four times that: a class may divide one by another. The window of a
     tower may be in pixels: it then has two patches on each side, as merged.
     """
     near: dict[str, Any] = {}
-    patch, merged = values.get("patch_size"), values.get("spatial_merge_size", 1)
-    window = 2 * patch * merged if isinstance(patch, int) else NEAR
+    patch, merged = values.get("patch_size"), values.get("spatial_merge_size")
+    smallest = min((x for name, x in values.items() if _is_far_window(name, x)), default=0)
     for name, value in values.items():
-        is_original = "original" in str(name)
-        number, option = (NEAR_ORIGINAL, "rotary") if is_original else (window, "window")
+        number, option = NEAR if value == smallest else 4 * NEAR, "window"
+        if "original" in str(name):
+            number, option = NEAR_ORIGINAL, "rotary"
+        elif isinstance(patch, int):
+            number = 2 * patch * (merged if isinstance(merged, int) else 1)
         if isinstance(value, Mapping):
             near[name] = shrink_far_settings(value, given)
-        elif isinstance(value, int) and value > LONG // 2 and FAR.search(str(name)):
+        elif _is_far(name, value):
             near[name] = value if option in given else min(value, number)
         else:
             near[name] = value
     return near
+
+
+def _is_far(name: str, value: Any) -> bool:
+    return isinstance(value, int) and value > LONG // 2 and bool(FAR.search(str(name)))
+
+
+def _is_far_window(name: str, value: Any) -> bool:
+    return _is_far(name, value) and "original" not in str(name)
 
 
 @dataclass(frozen=True, eq=False)
