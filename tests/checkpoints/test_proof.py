@@ -384,6 +384,11 @@ def test_far_settings_are_near_in_a_copy_of_the_config() -> None:
     assert near["hidden_size"] == 4096
     assert near["window_size"] == 7
     assert shrink_far_settings(config, ["window", "rotary"]) == config
+    several = {"window": 800, "attention_chunk_size": 50, "local_window": 50, "window_size": 9}
+    assert [*shrink_far_settings(several).values()] == [24, 6, 6, 9]
+    tower = {"window_size": 112, "patch_size": 14, "spatial_merge_size": 2}
+    assert shrink_far_settings(tower)["window_size"] == 56
+    assert shrink_far_settings({**tower, "window_size": 40})["window_size"] == 40
 
 
 def test_casts_to_float32_stay_wide() -> None:

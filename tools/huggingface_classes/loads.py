@@ -22,10 +22,12 @@ from headwise.checkpoints.config import layer_attends, layout_name
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.inputs import list_coordinates
 from headwise.checkpoints.loading import StoredLayers
+from headwise.checkpoints.turns import HandedPlaces, Turn
 from headwise.errors import HeadwiseError
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts.modules import find_modules
+from headwise.masks.mask import Mask
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention
 
@@ -60,6 +62,10 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
             positions += [x for x in each if x is not None]
         layers = StoredLayers(opened)
         outcomes = [_outcome(layers, prefix, calls, positions) for prefix in prefixes]
+        for at, (kind, _) in enumerate(outcomes):
+            if kind == LOADED:
+                layer = layers.load(0, prefixes[at])
+                outcomes[at] = _outcome_of_tower(layer, stored, given, calls)
     if not outcomes:
         obstacle = registry.find_obstacle(opened.source.headers)
         return REFUSED, "no layout has its tensors" if obstacle is None else obstacle.reason
@@ -76,7 +82,9 @@ def _prefixes(opened: Checkpoint) -> Iterator[str]:
     name, headers = layout_name(opened.config), opened.source.headers
     every = registry.layouts_by_name().values()
     seen = set()
-    for layout in every if name is None else [registry.layout(name)]:
+    listed = None if name is None else registry.layout(name)
+    is_listed = listed is not None and bool(find_modules(listed, headers))
+    for layout in [listed] if is_listed and listed else every:
         for module in find_modules(layout, headers) if layout.required else ():
             whole = layout.required <= {*module.tensors.values()}
             linear = "text_config" not in opened.config and not layer_attends(
@@ -169,3 +177,49 @@ def _outcome(
         if not gap < EQUAL:
             return OTHER, f"{prefix}: head outputs differ by {gap:.2g} of the largest"
     return LOADED, ""
+
+
+def _outcome_of_tower(
+    layer: Attention, model: nn.Module, given: dict[str, Any], calls: Iterable[CapturedCall]
+) -> tuple[str, str]:
+    """Compare a layer on images in one row, or on places along several axes, as the model has them.
+
+    Each image of a row is a call of its own.
+    """
+    by_name: dict[str, list[tuple[CapturedCall, Tensor, Tensor]]] = {}
+    for call in calls:
+        if call.state is not None and call.outputs is not None and call.mixed is None:
+            by_name.setdefault(call.layer, []).append((call, call.state, call.outputs))
+    is_turned = layer.rotary is not None and layer.rotary.axis_count > 1
+    for name, of_layer in by_name.items():
+        attention = model.get_submodule(name)
+        call, state, theirs = of_layer[0]
+        is_row = state.dim() == 2
+        is_same = any(torch.equal(layer.out_proj.weight, x) for x in attention.parameters())
+        if not is_same or not (is_turned or is_row):
+            continue
+        x, mask = state[None] if is_row else state.flatten(1, -2), call.matrix.mask
+        real = call.real_queries[:, None, :, None]
+        if is_row:
+            theirs = torch.cat([outputs for _, _, outputs in of_layer], 2)
+            lengths = torch.tensor([outputs.shape[2] for _, _, outputs in of_layer])
+            image = torch.arange(len(lengths)).repeat_interleave(lengths)
+            mask = Mask.may_attend((image[:, None] == image)[None], axes="batch queries keys")
+            real = torch.ones(())
+        turn = _turn_of(model, attention, given)
+        if theirs.shape[::2] != x.shape[:2] or (is_turned and turn is None):
+            continue
+        places = turn.positions(*x.shape[:2]) if is_turned and turn is not None else None
+        with torch.no_grad():
+            mine = layer.head_outputs(x, mask=mask, positions=places)
+        gap = float(((mine - theirs) * real).abs().max() / theirs.abs().max())
+        if not gap < EQUAL:
+            return OTHER, f"{name}: head outputs differ by {gap:.2g} of the largest"
+    return LOADED, ""
+
+
+def _turn_of(model: nn.Module, attention: nn.Module, given: dict[str, Any]) -> Turn | None:
+    kept = HandedPlaces()
+    with kept.keep(model, attention), torch.no_grad():
+        model(**given)
+    return kept.find_turn()

@@ -577,12 +577,8 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
     if function.softcap is not ABSENT:
         softcap = fields.number("attn_logit_softcapping")
         stated["softcap"] = spec.Softcap(softcap) if softcap else ABSENT
-    stated["qk_norm"] = norm = function.qk_norm
-    if norm is FROM_CONFIG and "qk_layernorm" in fields:
-        stated["qk_norm"] = norm = spec.NormRule("layer") if fields["qk_layernorm"] else ABSENT
-    if isinstance(norm, spec.NormRule):
-        usual = 1e-5 if norm.kind == "layer" else 1e-6  # those of the classes
-        stated["qk_norm"] = replace(norm, eps=_read_eps(fields, usual))
+    if function.qk_norm is FROM_CONFIG and "qk_layernorm" in fields:
+        stated["qk_norm"] = spec.NormRule("layer") if fields["qk_layernorm"] else ABSENT
     if isinstance(function.output_norm, spec.NormRule):
         stated["output_norm"] = replace(function.output_norm, eps=_read_eps(fields))
     if isinstance(function.values, spec.ValueRule):
@@ -607,7 +603,11 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
         section = fields.section("attn_config") or fields
         stated["clip"] = section.number("clip_qkv") or ABSENT
     resolved = replace(function, **stated)
-    return replace(resolved, **_read_of_model_type(resolved, fields))
+    resolved = replace(resolved, **_read_of_model_type(resolved, fields))
+    if not isinstance(norm := resolved.qk_norm, spec.NormRule):
+        return resolved
+    usual = 1e-5 if norm.kind == "layer" else 1e-6  # those of the classes
+    return replace(resolved, qk_norm=replace(norm, eps=_read_eps(fields, usual)))
 
 
 def _read_eps(fields: ConfigFields, usual: float = 1e-6) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import pi
+from math import pi, prod
 from typing import Any
 
 import torch
@@ -96,17 +96,31 @@ def _width(config: Config) -> int:
     return _size(config, 1, "hidden_size", "d_model")
 
 
+def _list_places() -> Tensor:
+    """Return the row and the column of each patch of an image, (patches, 2)."""
+    return torch.cartesian_prod(torch.arange(EDGE), torch.arange(EDGE))
+
+
 # Arguments that some classes need beside text, an image or a sound -> values for them.
 _BESIDE: dict[str, Callable[[Config], Any]] = {
     "visual_feats": lambda config: _draw(BATCH, REGIONS, _size(config, 1, "visual_feat_dim")),
     "visual_pos": lambda config: _draw(BATCH, REGIONS, _size(config, 4, "visual_pos_dim")),
     "spatial_shapes": lambda _: torch.full((BATCH, 2), EDGE),
     "pixel_attention_mask": lambda _: torch.ones(BATCH, EDGE**2, dtype=torch.long),
+    "pixel_position_ids": lambda _: _list_places().expand(BATCH, -1, -1),
     "merge_sizes": lambda _: torch.ones(1, dtype=torch.long),
     "context": lambda config: _draw(BATCH, SOURCE, _width(config)),
     "query_embeds": lambda config: _draw(BATCH, SHORT, _width(config)),
     "latents": lambda config: _draw(BATCH, _width(config), SHORT),
     "hidden_states": lambda config: _draw(BATCH, SHORT, _width(config)),
+}
+
+
+# Images in one row of patches: frames, rows and columns of each.
+_PACKED = {
+    f"{EDGE} columns": [[1, EDGE, EDGE]],
+    f"{2 * EDGE} columns": [[1, EDGE, 2 * EDGE]],
+    "a video and an image": [[FRAMES, EDGE, 2 * EDGE], [1, 2 * EDGE, EDGE]],
 }
 
 
@@ -119,15 +133,17 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
     grid = next((name for name in ("grid_thw", "image_grid_thw") if name in takes), None)
     if grid is not None and "input_ids" not in takes:  # images as rows of patches
         name = "pixel_values" if "pixel_values" in takes else "hidden_states"
-        deep = _size(config, 1, "temporal_patch_size")
-        for columns in (EDGE, 2 * EDGE):
-            thw, patches = torch.tensor([[1, EDGE, columns]]), EDGE * columns
-            for shape in ((channels * deep * edge**2,), (channels, edge, edge)):
-                yield f"{columns} columns", {name: _draw(patches, *shape), grid: thw}
+        deep = _size(config, 1, "temporal_patch_size", "patch_temporal")
+        for title, images in _PACKED.items():
+            thw = torch.tensor(images)
+            patches = int(thw.prod(1).sum())
+            patch = channels, edge, edge
+            for shape in ((patches, deep * prod(patch)), (patches, *patch), (1, patches, *patch)):
+                yield title, {name: _draw(*shape), grid: thw}
     for name in ("pixel_values", "pixel_values_videos", "image"):
         if name not in takes:
             continue
-        if "spatial_shapes" in takes:
+        if "spatial_shapes" in takes or "pixel_position_ids" in takes:
             yield "patches", {name: _draw(BATCH, EDGE**2, channels * edge**2)}
         # Pixtral joins images to one sequence.
         batch = 1 if config.get("model_type") == "pixtral" else BATCH
@@ -135,8 +151,9 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
         yield "a video", {name: _draw(BATCH, frames, channels, high, wide)}
     if "flattened_patches" in takes:
         width = _size(config, _width(config), "patch_embed_hidden_size")
-        places = torch.cartesian_prod(torch.arange(EDGE), torch.arange(EDGE)) + 1.0
-        rows = torch.cat([places.expand(BATCH, -1, -1), _draw(BATCH, EDGE**2, width)], -1)
+        rows = torch.cat(
+            [(_list_places() + 1.0).expand(BATCH, -1, -1), _draw(BATCH, EDGE**2, width)], -1
+        )
         yield "patches", {"flattened_patches": rows}
 
 

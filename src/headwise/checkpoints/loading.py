@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from headwise.checkpoints.attention import (
 from headwise.checkpoints.config import layout_in_layer, resolve
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.fields import Config, ConfigFields
+from headwise.checkpoints.inputs import find_field
 from headwise.checkpoints.proof import (
     Probe,
     ProbedClass,
@@ -34,8 +35,10 @@ from headwise.checkpoints.proof import (
 from headwise.checkpoints.skeleton import NotRunError, Skeleton
 from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.transformers import UntrustedCodeError, find_trusted_code
+from headwise.checkpoints.turns import fit_rotation
 from headwise.errors import HeadwiseError, MissingExtraError, OptionError
-from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, NormRule
+from headwise.function.rotary import Rotary
+from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, NormRule, Pairing, RotaryRule
 from headwise.function.weights import FIRST, NORMS, bias_of
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
@@ -47,7 +50,7 @@ from headwise.support.memory import available_memory
 from headwise.support.text import human_bytes, list_some
 
 # What classes decide for each layer in code, where their config alone does not say it.
-NO_ROTATION, NO_WINDOW = "no rotation", "no window"
+NO_ROTATION, NO_WINDOW, TURNED = "no rotation", "no window", "turned by several places"
 # Windows of w: w keys up to the query, or around it, w / 2 to both sides, or w to both sides.
 WINDOWS: dict[str, Callable[[int], tuple[int, int | None]]] = {
     "a window": lambda w: (w - 1, None),
@@ -83,6 +86,8 @@ def load_attention(
     The mask is an argument of the call: a decoder needs ``Mask.causal()``.
     Where transformers has the model's class, the layer must give its numbers on several inputs, as
     the repr says. A model_type that the catalogue lacks loads if one layout does.
+    A vision tower takes ``positions`` as its class gives them to its rotation, (axes, batch,
+    tokens), and a mask by which the images of one row do not see each other.
 
     Args:
         path: a file of weights, an index, or a folder with them.
@@ -116,6 +121,7 @@ class StoredReading:
         stored: the layout of its tensors.
         module: the module; ``modules`` are all of this layout.
         variant: words of `VARIANTS`.
+        rotation: that of the class, where its angles show it; None for that of the config.
     """
 
     opened: Checkpoint
@@ -123,6 +129,7 @@ class StoredReading:
     module: NamedModule
     modules: Sequence[NamedModule]
     variant: tuple[str, ...] = ()
+    rotation: RotaryRule | None = None
 
     @property
     def name(self) -> str:
@@ -134,8 +141,12 @@ class StoredReading:
         """The names of the tensors, by which readings of the same ones share a trial."""
         return (*self.roles.values(), *self.module.tensors)
 
-    def vary(self) -> Iterator[StoredReading]:
+    def vary(self, rotation: RotaryRule | None = None) -> Iterator[StoredReading]:
         """Yield this reading in all variants that may be another function."""
+        if rotation is not None:
+            for pairing in get_args(Pairing):  # of stored rows
+                turned = (TURNED, f"{pairing} rows", NO_WINDOW)  # a window would be one of rows
+                yield replace(self, variant=turned, rotation=replace(rotation, pairing=pairing))
         for words in VARIANTS:
             # Without a rotation, interleaved rows are the same function as those of another layout.
             if NO_ROTATION not in words or self.stored.rows != "interleaved":
@@ -182,12 +193,18 @@ class StoredReading:
     def list_open_fields(self, config: Config) -> list[str]:
         """Return the parts of the function that neither the layout nor a config states."""
         function = replace(self.describe(config).function, window=ABSENT)
+        if self.rotation is not None:
+            function = replace(function, rotary=ABSENT)
         stated = vars(resolve(function, config, layer=self.module.layer))
         return [name for name in _MAY_LACK if stated[name] is FROM_CONFIG]
 
     def describe(self, config: Config) -> Layout:
         """Return the layout as this layer has it, without a rotation where the variant has none."""
         described = layout_in_layer(self.stored, config, self.module.layer)
+        if self.rotation is not None:
+            rotary = replace(self.rotation, theta=FROM_CONFIG, width=FROM_CONFIG)
+            function = replace(described.function, rotary=rotary)
+            return replace(described, function=function, rows=rotary.pairing)
         if NO_ROTATION in self.variant:
             described = replace(described, function=replace(described.function, rotary=ABSENT))
         return described
@@ -209,6 +226,8 @@ class StoredReading:
         sizes = self.stored.sizes(shapes, known)
         described = self.describe(config)
         given: dict[str, Any] = {}
+        if self.rotation is not None:
+            given["rotary"] = Rotary.of(self.rotation)
         if NO_WINDOW in self.variant:
             given["window"] = None
         size, sides = config_json.find_window_field(config), {*WINDOWS} & {*self.variant}
@@ -264,6 +283,12 @@ class StoredLayers:
             for reading in readings:
                 self._require_scores_of_a_layer(reading.module)
             return self._load_unlisted(readings)
+        if self.proof and self.layout is None and self.opened.description is None:
+            listed = find_modules(stored, self.opened.source.headers)
+            if prefix is not None:  # may be that of a tower beside the model
+                listed = _match_modules(listed, layer, prefix)
+            if not listed and (others := _readings_that_fit(self.opened, layer, prefix)):
+                return self._load_unlisted(others)
         module, modules = _select_module(self.opened.source, stored, layer, prefix)
         self._require_scores_of_a_layer(module)
         reading = StoredReading(self.opened, stored, module, modules)
@@ -406,10 +431,17 @@ class LoadTrial:
 
     def find_proved(self, reading: StoredReading) -> ProvedReading | None:
         """Return the first variant of a reading that is proved; None where none is."""
-        for variant in reading.vary():
+        for variant in reading.vary(self.rotation):
             if (proof := self.prove(variant)) is not None:
                 return ProvedReading(variant, self.probes[0].config, proof, self.skeleton)
         return None
+
+    @cached_property
+    def rotation(self) -> RotaryRule | None:
+        """The rotation by several axes that the class shows; None for none, or for the caller's."""
+        turns = [p.call.turn for p in self.probes if p.call.turn is not None and not p.is_near]
+        theta = find_field(self.probes[0].config, "rope_theta") or 10_000.0
+        return None if "rotary" in self.options else fit_rotation(turns, float(theta))
 
     def prove(self, reading: StoredReading) -> Proof | None:
         """Return the proof of a reading; None where it gives other numbers, or makes no layer."""

@@ -108,6 +108,8 @@ class Probe:
         x, source = self.call.x, self.call.source
         keys = (x if source is None else source).shape[1]
         shown = torch.ones(x.shape[0], x.shape[1], keys, dtype=torch.bool)
+        if (images := self.call.images) is not None and source is None:
+            shown &= images[:, None] == images  # of one row, which do not see each other
         every = [shown]
         if self.real is not None and self.real.shape[1] == keys:
             every = [shown & self.real[:, None], shown]
@@ -117,6 +119,8 @@ class Probe:
 
     def _list_positions(self, layer: Attention) -> list[Tensor | None]:
         """Return the positions that a layer gets; some classes count columns whatever they got."""
+        if layer.rotary is not None and layer.rotary.axis_count > 1 and self.call.turn is not None:
+            return [self.call.turn.positions(*self.call.x.shape[:2])]
         if self.positions is None or not layer.takes_positions:
             return [None]
         return [self.positions] if self.positions.dim() == 3 else [self.positions, None]
@@ -233,18 +237,34 @@ class _Run(nn.Module):
 def shrink_far_settings(values: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
     """Return a config in which settings that act far out act within a few tokens.
 
-    Those of the options that a caller has ``given`` stay: "rotary" or "window".
+    Those of the options that a caller has ``given`` stay: "rotary" or "window". The smallest one
+    has `NEAR`, larger ones four times that: a class may divide one by another. The window of a
+    tower may be in pixels: it then has two patches on each side, as merged.
     """
     near: dict[str, Any] = {}
+    patch, merged = values.get("patch_size"), values.get("spatial_merge_size")
+    smallest = min((x for name, x in values.items() if _is_far_window(name, x)), default=0)
     for name, value in values.items():
-        number, option = (NEAR_ORIGINAL, "rotary") if "original" in str(name) else (NEAR, "window")
+        number, option = NEAR if value == smallest else 4 * NEAR, "window"
+        if "original" in str(name):
+            number, option = NEAR_ORIGINAL, "rotary"
+        elif isinstance(patch, int):
+            number = 2 * patch * (merged if isinstance(merged, int) else 1)
         if isinstance(value, Mapping):
             near[name] = shrink_far_settings(value, given)
-        elif isinstance(value, int) and value > LONG // 2 and FAR.search(str(name)):
-            near[name] = value if option in given else number
+        elif _is_far(name, value):
+            near[name] = value if option in given else min(value, number)
         else:
             near[name] = value
     return near
+
+
+def _is_far(name: str, value: Any) -> bool:
+    return isinstance(value, int) and value > LONG // 2 and bool(FAR.search(str(name)))
+
+
+def _is_far_window(name: str, value: Any) -> bool:
+    return _is_far(name, value) and "original" not in str(name)
 
 
 @dataclass(frozen=True, eq=False)

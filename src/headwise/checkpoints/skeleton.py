@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -27,6 +27,7 @@ from headwise.checkpoints.transformers import (
     list_load_errors,
     silence_transformers,
 )
+from headwise.checkpoints.turns import HandedPlaces, Turn
 from headwise.errors import OptionError
 from headwise.support.lazy import require_package
 from headwise.support.wide import default_float64, in_float64
@@ -57,12 +58,16 @@ class ClassCall:
         source: (batch, keys, source_dim), that of the keys' projection; None where it is x.
         stages: name -> result of a projection, the merged head outputs, the output.
         is_narrow: True if a step before the output was computed in float32 or narrower.
+        turn: the angles that it got, where its tokens have places along several axes.
+        images: the number of the image of each token, (queries,); None where it got none.
     """
 
     x: Tensor
     source: Tensor | None
     stages: Mapping[str, Tensor]
     is_narrow: bool
+    turn: Turn | None = None
+    images: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,11 +131,14 @@ class Skeleton:
             hooks = [m.register_forward_hook(keep(role)) for role, m in self.projections.items()]
         kind = type(getattr(run, "__self__", run)).__name__
         given = [x for x in inputs.values() if isinstance(x, Tensor)]
+        places = HandedPlaces()
         try:
-            with in_float64() as narrow:
+            with places.keep(self.model, self.attention), in_float64() as narrow:
                 run(**inputs)
         except _ReachedError:
-            return self._read_call(reached, given, is_narrow=narrow.is_seen)
+            call = self._read_call(reached, given, is_narrow=narrow.is_seen)
+            images = places.find_images(call.x.shape[1])
+            return replace(call, turn=places.find_turn(), images=images)
         except list_run_errors() as error:
             raise NotRunError(f"{kind} {_first_line(error)}") from error
         finally:

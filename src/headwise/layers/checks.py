@@ -162,7 +162,8 @@ def read_positions(
     if positions is None and layer.rotary is not None and layer.rotary.numbers is not None:
         raise OptionError(
             saw="no positions for a layer that rotates by row and column",
-            needed="(axes, batch, queries): the coordinates of each token, which do not count",
+            needed=f"({layer.rotary.axis_count} axes, batch, queries): the coordinates of each "
+            "token, which do not count",
             do="positions=torch.stack((rows, columns)).expand(2, batch, queries)",
         )
     if positions is None:

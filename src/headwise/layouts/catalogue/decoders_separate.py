@@ -180,6 +180,15 @@ _LLAMAS = (
         note="Llama's attention. Kyutai's speech to text too",
     ),
     describe_layout(
+        name="cosmos3",
+        tensors=projections("to_q to_k to_v to_out", kv_heads="kv_heads")
+        | head_norms("norm_q", "norm_k"),
+        where={"self": "language_model.layers.{layer}.self_attn."},
+        function=AttentionSpec(rotary=RotaryRule(), qk_norm=FROM_CONFIG),
+        model="cosmos3_omni",
+        note="Qwen 3's attention; Cosmos 3 Edge has no norms. A rotation by time, row and column",
+    ),
+    describe_layout(
         name="ctrl",
         tensors=projections("Wq Wk Wv dense"),
         where={"self": "h.{layer}.multi_head_attention."},

@@ -2,7 +2,16 @@
 
 from functools import partial
 
-from headwise.function.spec import FROM_CONFIG, SWIN, SWIN_2, AttentionSpec, Other, RotaryRule
+from headwise.function.spec import (
+    FROM_CONFIG,
+    SWIN,
+    SWIN_2,
+    AttentionSpec,
+    NormRule,
+    Other,
+    RotaryRule,
+    ValueRule,
+)
 from headwise.layouts import catalogue
 from headwise.layouts.catalogue import describe_layout, projections, qkv_fused_by_projection
 
@@ -197,6 +206,28 @@ LAYOUTS = (
         model="dinov3_vit",
         note="half of the angles are of a patch's row and half of its column, and the first tokens "
         "have none; the check rotates by place. Keys have no bias",
+    ),
+    _timm(
+        name="qwen-omni-vision",
+        tensors=projections("q k v proj"),
+        function=AttentionSpec(rotary=RotaryRule()),
+        model="qwen2_5_omni",
+        note="a rotation by row and column",
+    ),
+    describe_layout(
+        name="gemma4-vision",
+        tensors=projections(
+            "q_proj.linear k_proj.linear v_proj.linear o_proj.linear",
+            kv_heads="kv_heads",
+            biases="",
+        )
+        | catalogue.head_norms("q_norm", "k_norm"),
+        where={"self": "encoder.layers.{layer}.self_attn."},
+        function=AttentionSpec(
+            scale=1.0, rotary=RotaryRule(), qk_norm=NormRule(), values=ValueRule(FROM_CONFIG)
+        ),
+        model="gemma4",
+        note="a rotation by row and column, each in a half of the head",
     ),
     _clip(
         name="clip",
