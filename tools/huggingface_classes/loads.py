@@ -49,7 +49,7 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
         prefixes = list(_prefixes(opened))[:MOST]
         # What transformers reads from the folder, where a null of the config may be a default.
         stored = type(model).from_pretrained(folder).eval()
-        with _kept_positions(stored) as positions:
+        with _kept_positions(stored) as positions, _kept_sources(stored) as sources:
             calls = _calls(stored, given)
         image, config = given.get("pixel_values"), model.config.to_dict()
         if isinstance(image, Tensor):  # of towers that turn by row and column
@@ -59,7 +59,7 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
             each = (list_coordinates(part, image, x) for part in parts for x in flat)
             positions += [x for x in each if x is not None]
         layers = StoredLayers(opened)
-        outcomes = [_outcome(layers, prefix, calls, positions) for prefix in prefixes]
+        outcomes = [_outcome(layers, prefix, calls, positions, sources) for prefix in prefixes]
     if not outcomes:
         obstacle = registry.find_obstacle(opened.source.headers)
         return REFUSED, "no layout has its tensors" if obstacle is None else obstacle.reason
@@ -114,6 +114,40 @@ def _kept_positions(model: nn.Module) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
+@contextmanager
+def _kept_sources(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The weight and the input of each linear projection that ran."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], _: Any) -> None:
+        kept.extend((module.weight, x) for x in args[:1])
+
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    hooks = [m.register_forward_hook(keep) for m in linear]
+    yield kept
+    for hook in hooks:
+        hook.remove()
+
+
+def _inputs_of(
+    layer: Attention, state: Tensor, sources: list[tuple[Tensor, Tensor]]
+) -> dict[str, Tensor] | None:
+    """What the layer gets: the state, or the inputs of its projections, where values have another.
+
+    None where these are not of one shape, or of several calls.
+    """
+    if not layer.proof.endswith("value_source="):
+        return {"x": state}
+    projections = {"x": layer.q_proj, "source": layer.k_proj, "value_source": layer.v_proj}
+    found = {
+        name: [x for weight, x in sources if torch.equal(weight, projection.weight)]
+        for name, projection in projections.items()
+    }
+    if not all(len(each) == 1 and each[0].shape == state.shape for each in found.values()):
+        return None
+    return {name: x for name, (x,) in found.items()}
+
+
 def _shorten(words: str, folder: Path) -> str:
     """The reason without the folder, and what all unknown types have."""
     words = words.replace(f"{folder}/", "").replace(f"{folder} ", "")
@@ -128,7 +162,11 @@ def _has_output_of(layer: Attention, call: CapturedCall) -> bool:
 
 
 def _outcome(
-    layers: StoredLayers, prefix: str, calls: Iterable[CapturedCall], positions: list[Tensor]
+    layers: StoredLayers,
+    prefix: str,
+    calls: Iterable[CapturedCall],
+    positions: list[Tensor],
+    sources: list[tuple[Tensor, Tensor]],
 ) -> tuple[str, str]:
     folder = layers.opened.source.folder
     try:
@@ -160,8 +198,10 @@ def _outcome(
         places = next(fitting, None) if several else None
         if places is None and layer.rotary is not None and layer.rotary.numbers is not None:
             continue  # nobody says the row and the column of each token
+        if (inputs := _inputs_of(layer, call.state, sources)) is None:
+            continue
         with torch.no_grad():
-            mine = layer.head_outputs(call.state, mask=call.matrix.mask, positions=places)
+            mine = layer.head_outputs(**inputs, mask=call.matrix.mask, positions=places)
         if mine.shape != theirs.shape:
             return OTHER, f"{prefix}: head outputs of another shape"
         real = call.real_queries[:, None, :, None]

@@ -415,8 +415,13 @@ class LoadTrial:
                 words = f"{parted} differ from {self.against} on {probe.name}"
                 self.outcomes[reading.name] = reading, number, words
                 return None
-        tokens = max(probe.call.x.shape[1] for probe in self.probes)
-        return Proof(against=self.against, probes=len(self.probes), tokens=tokens)
+        calls = [probe.call for probe in self.probes]
+        return Proof(
+            against=self.against,
+            probes=len(calls),
+            tokens=max(call.x.shape[1] for call in calls),
+            has_value_source=any(call.value_source is not None for call in calls),
+        )
 
     def _build(self, reading: StoredReading, config: Config) -> Attention:
         options = {"dtype": torch.float64, **self.options}

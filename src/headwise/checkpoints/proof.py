@@ -24,7 +24,6 @@ from headwise.checkpoints.skeleton import (
     ClassCall,
     NotRunError,
     Skeleton,
-    TwoSourcesError,
     build_skeleton,
 )
 from headwise.errors import OptionError
@@ -58,17 +57,22 @@ class Proof:
         probes: the number of inputs.
         tokens: of the longest.
         reason: why there is no proof; "" for a proof.
+        has_value_source: True if values had an input of their own: a call needs ``value_source``.
     """
 
     against: str = ""
     probes: int = 0
     tokens: int = 0
     reason: str = ""
+    has_value_source: bool = False
 
     def __str__(self) -> str:
         if self.reason:
             return f"not proved: {self.reason}"
-        return f"proved against {self.against}, {self.probes} probes, up to {self.tokens} tokens"
+        more = ", with value_source=" if self.has_value_source else ""
+        return (
+            f"proved against {self.against}, {self.probes} probes, up to {self.tokens} tokens{more}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,24 +129,27 @@ class Probe:
     def _find_parted_stage(
         self, layer: Attention, mask: Mask, positions: Tensor | None
     ) -> str | None:
-        given: Any = {"mask": mask, "positions": positions}
-        if self._is_equal("output", layer, lambda m, x: m(x, self._source(x), **given)):
+        sources: Any = {"source": self.call.source, "value_source": self.call.value_source}
+        sources = {name: y for name, y in sources.items() if y is not None}
+
+        def give(x: Tensor) -> dict[str, Any]:
+            of_x = {name: y.to(x.dtype) for name, y in sources.items()}
+            return {"mask": mask, "positions": positions} | of_x
+
+        if self._is_equal("output", layer, lambda m, x: m(x, **give(x))):
             return None
 
         def run_values(m: Attention, x: Tensor) -> Tensor:
-            source = self._source(x)
-            values: Tensor = m.v_proj(compress_source(m, x if source is None else source))
+            source = [x, *sources.values()][-1].to(x.dtype)
+            values: Tensor = m.v_proj(compress_source(m, source))
             return values
 
         def run_heads(m: Attention, x: Tensor) -> Tensor:
-            return m.head_outputs(x, self._source(x), **given).transpose(1, 2).flatten(2)
+            return m.head_outputs(x, **give(x)).transpose(1, 2).flatten(2)
 
         stages = {"v": run_values, "head outputs": run_heads}
         parted = (name for name, run in stages.items() if not self._is_equal(name, layer, run))
         return next(parted, "output")
-
-    def _source(self, x: Tensor) -> Tensor | None:
-        return None if self.call.source is None else self.call.source.to(x.dtype)
 
     def _is_equal(self, stage: str, layer: Attention, run: Run) -> bool:
         theirs = self.call.stages.get(stage)
@@ -329,8 +336,6 @@ def _record_probes(skeleton: Skeleton, *, is_near: bool, only: str = "") -> list
                     continue
                 try:
                     call = skeleton.call(run, inputs)
-                except TwoSourcesError:
-                    raise
                 except NotRunError as error:
                     failures += [] if "encoder_hidden_states" in inputs else [error]
                     continue

@@ -40,10 +40,6 @@ class NotRunError(Exception):
     """Raised for a class that could not be built or run here; its text is the reason."""
 
 
-class TwoSourcesError(NotRunError):
-    """Raised for keys and values of two inputs, which no layer has: DETR adds places to one."""
-
-
 class _ReachedError(Exception):
     """Raised when the attention has its output, so that nothing after it runs."""
 
@@ -55,12 +51,14 @@ class ClassCall:
     Attributes:
         x: (batch, queries, embed_dim), the input of the queries' projection.
         source: (batch, keys, source_dim), that of the keys' projection; None where it is x.
+        value_source: that of the values' projection; None where it is that of keys.
         stages: name -> result of a projection, the merged head outputs, the output.
         is_narrow: True if a step before the output was computed in float32 or narrower.
     """
 
     x: Tensor
     source: Tensor | None
+    value_source: Tensor | None
     stages: Mapping[str, Tensor]
     is_narrow: bool
 
@@ -156,15 +154,15 @@ class Skeleton:
         assert isinstance(x, Tensor)
         assert isinstance(source, Tensor)
         assert isinstance(values, Tensor)
-        if values.shape != source.shape or not torch.equal(values, source):
-            kind = type(self.attention).__name__
-            raise TwoSourcesError(f"{kind} projects keys and values from two inputs")
         every = {role: rows[role][1] for role in "qkv" if self._is_alone(role)}
         every |= {"head outputs": rows["o"][0], "output": rows["o"][1]}
         stages = {name: stage for name, stage in every.items() if stage is not None}
-        is_same = source.shape == x.shape and torch.equal(source, x)
         return ClassCall(
-            x=x, source=None if is_same else source, stages=stages, is_narrow=is_narrow
+            x=x,
+            source=None if torch.equal(source, x) else source,
+            value_source=None if torch.equal(values, source) else values,
+            stages=stages,
+            is_narrow=is_narrow,
         )
 
     def kind_of(self, stored: Iterable[str]) -> tuple[object, ...] | None:
