@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,9 +40,14 @@ LOADED, SOME, OTHER, UNPROVED, REFUSED = (
     "refused",
 )
 
+WITH_INPUTS = "with inputs=..."  # of a load whose class does not run on made-up inputs
+
 
 def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
-    """How the stored layers load, and the reason of the first that does not."""
+    """How the stored layers load, and the reason of the first that does not.
+
+    What is refused is tried once more, with the inputs of the model as the caller's.
+    """
     with TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder)
@@ -58,13 +64,19 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
             flat = [x for x in states if x.dim() == 3]
             each = (list_coordinates(part, image, x) for part in parts for x in flat)
             positions += [x for x in each if x is not None]
-        layers = StoredLayers(opened)
-        outcomes = [_outcome(layers, prefix, calls, positions, sources) for prefix in prefixes]
+        alone, beside = StoredLayers(opened), StoredLayers(replace(opened, inputs=given))
+        outcomes = []
+        for prefix in prefixes:
+            kind, why = _outcome(alone, prefix, calls, positions, sources)
+            if kind == REFUSED:
+                kind, why = _outcome(beside, prefix, calls, positions, sources)
+                why = WITH_INPUTS if kind == LOADED else why
+            outcomes.append((kind, why))
     if not outcomes:
-        obstacle = registry.find_obstacle(opened.source.headers)
-        return REFUSED, "no layout has its tensors" if obstacle is None else obstacle.reason
+        return _outcome(alone, None, calls, positions, sources)
     kinds = {kind for kind, _ in outcomes}
-    reason = next((why for kind, why in outcomes if kind != LOADED), "")
+    needed = WITH_INPUTS if (LOADED, WITH_INPUTS) in outcomes else ""
+    reason = next((why for kind, why in outcomes if kind != LOADED), needed)
     for kind in (OTHER, LOADED):
         if kind in kinds:
             return (SOME if kind == LOADED and len(kinds) > 1 else kind), reason
@@ -163,7 +175,7 @@ def _has_output_of(layer: Attention, call: CapturedCall) -> bool:
 
 def _outcome(
     layers: StoredLayers,
-    prefix: str,
+    prefix: str | None,
     calls: Iterable[CapturedCall],
     positions: list[Tensor],
     sources: list[tuple[Tensor, Tensor]],
@@ -178,7 +190,7 @@ def _outcome(
     if not layer.proof.startswith("proved"):
         return UNPROVED, _shorten(layer.proof, folder)
     several = layer.rotary is not None and layer.rotary.axis_count > 1
-    name = prefix.rstrip("./")
+    name = "" if prefix is None else prefix.rstrip("./")
     for call in calls:
         theirs = call.outputs if call.mixed is None else None
         is_same = call.layer.endswith(name) or name.endswith(call.layer)

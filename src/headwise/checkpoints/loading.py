@@ -75,6 +75,7 @@ def load_attention(
     rotary_width: int | None = None,
     proof: bool = True,
     trust_remote_code: bool = False,
+    inputs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Attention:
     """Return one attention layer of a stored model, in the dtype of its file.
@@ -96,6 +97,8 @@ def load_attention(
         rotary_width: channels of a head that are rotated.
         proof: False to load without running the class.
         trust_remote_code: True to prove the layer against code that is in the folder.
+        inputs: arguments for a call of the model's class, on which the proof runs as well: for a
+            class that does not run on the random inputs that headwise makes up.
         options: arguments of `Attention` that override the file's, such as ``window=(3, None)``.
 
     Raises:
@@ -104,6 +107,7 @@ def load_attention(
     """
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
     opened = open_checkpoint(Path(path), counts, config=config, trusts_code=trust_remote_code)
+    opened = replace(opened, inputs=inputs or {})
     return StoredLayers(opened, options, layout, proof).load(layer, prefix)
 
 
@@ -193,17 +197,23 @@ class StoredReading:
         return described
 
     def layer(
-        self, state: Mapping[str, Tensor], *, of_class: Config | None = None, **options: Any
+        self,
+        state: Mapping[str, Tensor],
+        *,
+        of_class: Config | None = None,
+        counts: Mapping[str, int] | None = None,
+        **options: Any,
     ) -> Attention:
         """Return the layer; raise an OptionError where config and tensors do not make one.
 
         ``of_class`` is the config with which the class ran, and states all fields; without it,
-        config.json has to state what the layout leaves open.
+        config.json has to state what the layout leaves open. ``counts`` are those of the class,
+        for what the config does not state.
         """
         config, known = self.opened.config, self.opened.known
         if of_class is not None:
             config = ConfigFields.wrap(of_class)
-            known = config_json.read_stated_counts(config)
+            known = {**(counts or {}), **config_json.read_stated_counts(config)}
         headers, module = self.opened.source.headers, self.module
         shapes = {local: headers[name].shape for name, local in module.tensors.items()}
         sizes = self.stored.sizes(shapes, known)
@@ -385,7 +395,7 @@ class LoadTrial:
         tensors, roles = reading.of_class(state)
         if broken := next((n for n, x in tensors.items() if not x.isfinite().all()), None):
             raise NotRunError(f"{broken} holds NaN or infinite numbers")
-        probed = ProbedClass(tensors, roles, code, {*options})
+        probed = ProbedClass(tensors, roles, code, {*options}, reading.opened.inputs)
         probes, skeleton = probed.record_all(config)
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
         return cls(probed, probes, state, skeleton, usual, {})
@@ -425,7 +435,7 @@ class LoadTrial:
 
     def _build(self, reading: StoredReading, config: Config) -> Attention:
         options = {"dtype": torch.float64, **self.options}
-        return reading.layer(self.state, of_class=config, **options)
+        return reading.layer(self.state, of_class=config, counts=self.skeleton.counts, **options)
 
     def _list_unread_fields(self, reading: StoredReading, probe: Probe) -> list[str]:
         """Return the fields of the config that act on the class, and not on a reading."""
@@ -478,7 +488,8 @@ class ProvedReading:
     def layer(self, options: Mapping[str, Any]) -> Attention:
         """Return the layer, with the words of the proof."""
         source = self.reading.opened.source
-        layer = self.reading.layer(source, of_class=self.config, **options)
+        counts = self.skeleton.counts
+        layer = self.reading.layer(source, of_class=self.config, counts=counts, **options)
         layer.proof = str(self.proof)
         return layer
 
@@ -526,11 +537,15 @@ def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
     stated = f"the model_type {kind}, which the catalogue lacks" if kind else "no model_type"
     obstacle = registry.find_obstacle(opened.source.headers)
     more = f"; not proved: {reason}" if reason else f": {obstacle.reason}" if obstacle else ""
+    names = [f"`{n}`" for n in opened.source.headers if n.endswith("weight") and "att" in n.lower()]
+    more = more or (f": no layout has {list_some(names)}" if names else "")
+    do = "load_attention(path, inputs={...}) with arguments for a call of the class; or "
     return OptionError(
         saw=f"{opened.source.path} has {stated}{more}",
         needed="the layout of the weights",
-        do="headwise.checkpoints.load_attention(path, layer=0, layout=...); headwise detect "
-        "lists the layouts that fit",
+        do=(do if reason else "")
+        + "headwise.checkpoints.load_attention(path, layer=0, layout=...); headwise detect lists "
+        "the layouts that fit",
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.checkpoints.inputs import LONG, list_coordinates, list_inputs, list_runs
+from headwise.checkpoints.inputs import LONG, list_coordinates, list_inputs, list_runs, read_given
 from headwise.checkpoints.skeleton import (
     COSTLY,
     ClassCall,
@@ -263,12 +263,14 @@ class ProbedClass:
         roles: the name of a tensor of each projection.
         code: the folder of the class, None for one of transformers.
         given: options of the caller, see `shrink_far_settings`.
+        inputs: the caller's for the model, one more probe; none if empty.
     """
 
     tensors: Mapping[str, Tensor]
     roles: Mapping[str, str]
     code: Path | None
     given: Collection[str]
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def record_all(self, config: Mapping[str, Any]) -> tuple[list[Probe], Skeleton]:
         """Run the class on all probes; return them with the model, without its parameters.
@@ -277,11 +279,11 @@ class ProbedClass:
             NotRunError: the class cannot be built here, or runs on no probe.
         """
         skeleton = build_skeleton(config, self.tensors, self.roles, self.code)
-        probes = _record_probes(skeleton, is_near=False)
+        probes = self._record(skeleton, is_near=False)
         skeleton.drop_parameters()  # before another model takes as much memory
         if (near := shrink_far_settings(config, self.given)) != dict(config):
             changed = build_skeleton(near, self.tensors, self.roles, self.code)
-            probes += _record_probes(changed, is_near=True)
+            probes += self._record(changed, is_near=True)
         return probes, skeleton
 
     def list_live_fields(
@@ -300,13 +302,48 @@ class ProbedClass:
             near = shrink_far_settings(changed, self.given) if probe.is_near else changed
             try:
                 skeleton = build_skeleton(near, self.tensors, self.roles, self.code)
-                others = _record_probes(skeleton, is_near=probe.is_near, only=probe.name)
+                others = self._record(skeleton, is_near=probe.is_near, only=probe.name)
             except (NotRunError, OptionError):
                 continue
             x, y = probe.call.x, probe.call.stages["output"]
             calls = [other.call for other in others if torch.equal(other.call.x, x)]
             fields += [name for call in calls if not torch.equal(call.stages["output"], y)]
         return fields
+
+    def _record(self, skeleton: Skeleton, *, is_near: bool, only: str = "") -> list[Probe]:
+        """Return the probes of the caller's inputs, and of the first run that made-up ones fit."""
+        suffix = ", with far settings near" if is_near else ""
+        reasons: list[NotRunError] = []
+        config = skeleton.config
+
+        def record(run: Any, name: str, inputs: Mapping[str, Any], real: Tensor | None) -> Probe:
+            call = skeleton.call(run, inputs)
+            positions = inputs.get("position_ids")
+            if "pixel_values" in inputs:
+                positions = list_coordinates(config, inputs["pixel_values"], call.x)
+            return Probe(f"{name}{suffix}", config, call, real, is_near, positions)
+
+        given = [record(skeleton.owners[0], *read_given(self.inputs))] if self.inputs else []
+        given = [each for each in given if only in ("", each.name)]
+        for run, is_mixed in list_runs(skeleton.owners):
+            probes: list[Probe] = []
+            failures: list[NotRunError] = []
+            for group in list_inputs(run, is_large=skeleton.is_large, is_mixed=is_mixed):
+                for name, inputs, real in () if probes and not failures else group:
+                    if only not in ("", f"{name}{suffix}"):
+                        continue
+                    try:
+                        probes.append(record(run, name, inputs, real))
+                    except NotRunError as error:
+                        failures += [] if "encoder_hidden_states" in inputs else [error]
+            if probes:
+                return given + probes
+            reasons += failures
+        kind = type(skeleton.model).__name__
+        if not given:
+            reason = reasons[0] if reasons else f"{kind} takes no input that headwise makes up"
+            raise NotRunError(f"no made-up input runs: {reason}")
+        return given
 
 
 def _vary_fields(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -321,33 +358,6 @@ def _vary_fields(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any
             yield name, {**config, name: not value}
         elif isinstance(value, int | float):
             yield name, {**config, name: type(value)(2 * value) or 3}
-
-
-def _record_probes(skeleton: Skeleton, *, is_near: bool, only: str = "") -> list[Probe]:
-    suffix = ", with far settings near" if is_near else ""
-    reasons: list[NotRunError] = []
-    config = skeleton.config
-    for run, is_mixed in list_runs(skeleton.owners):
-        probes: list[Probe] = []
-        failures: list[NotRunError] = []
-        for group in list_inputs(run, is_large=skeleton.is_large, is_mixed=is_mixed):
-            for name, inputs, real in () if probes and not failures else group:
-                if only not in ("", f"{name}{suffix}"):
-                    continue
-                try:
-                    call = skeleton.call(run, inputs)
-                except NotRunError as error:
-                    failures += [] if "encoder_hidden_states" in inputs else [error]
-                    continue
-                positions = inputs.get("position_ids")
-                if "pixel_values" in inputs:
-                    positions = list_coordinates(config, inputs["pixel_values"], call.x)
-                probes.append(Probe(f"{name}{suffix}", config, call, real, is_near, positions))
-        if probes:
-            return probes
-        reasons += failures
-    kind = type(skeleton.model).__name__
-    raise reasons[0] if reasons else NotRunError(f"{kind} takes no known input")
 
 
 # ---- tensors ------------------------------------------------------------------------------------

@@ -33,6 +33,11 @@ from headwise.support.wide import default_float64, in_float64
 
 # Attributes of modules that number the layers.
 LAYER_NUMBER = re.compile(r"(^|layer_?)(idx|id|index|number)$")
+# Attributes of attention modules that count heads.
+COUNTED = {
+    "heads": ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+}
 COSTLY = 2**26  # parameters beyond which an attention, and the blocks before it, cost seconds
 
 
@@ -88,6 +93,16 @@ class Skeleton:
         words = {n: n.removesuffix("_config") for n in parts}
         inner = (n for n, word in words.items() if word != n and word in self.path)
         return dict(config.get(next(inner, ""), config))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The heads and the kv_heads of the attention, where its class keeps them."""
+        settings = vars(self.attention)
+        every = {name: (settings.get(x) for x in names) for name, names in COUNTED.items()}
+        numbers = {
+            name: next((n for n in each if isinstance(n, int)), 0) for name, each in every.items()
+        }
+        return {name: n for name, n in numbers.items() if n > 0}
 
     @property
     def is_large(self) -> bool:
