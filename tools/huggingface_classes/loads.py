@@ -68,7 +68,7 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
         outcomes = []
         for prefix in prefixes:
             kind, why = _outcome(alone, prefix, calls, positions, sources)
-            if kind == REFUSED:
+            if kind == REFUSED and "no made-up input runs" in why:
                 kind, why = _outcome(beside, prefix, calls, positions, sources)
                 why = WITH_INPUTS if kind == LOADED else why
             outcomes.append((kind, why))
@@ -87,16 +87,20 @@ def _prefixes(opened: Checkpoint) -> Iterator[str]:
     """The prefixes of modules that a layout has whole, where the config does not deny a softmax."""
     name, headers = layout_name(opened.config), opened.source.headers
     every = registry.layouts_by_name().values()
-    seen = set()
+    seen, denied = set(), set()
     for layout in every if name is None else [registry.layout(name)]:
         for module in find_modules(layout, headers) if layout.required else ():
             whole = layout.required <= {*module.tensors.values()}
             linear = "text_config" not in opened.config and not layer_attends(
                 opened.config, module.layer
             )
-            if whole and not linear and module.prefix not in seen:
+            if whole and linear:
+                denied.add(module.prefix)
+            elif whole and module.prefix not in seen:
                 seen.add(module.prefix)
                 yield module.prefix
+    if not seen:  # the kinds of layers were those of a convolution
+        yield from sorted(denied)
 
 
 def _calls(model: nn.Module, given: dict[str, Any]) -> list[CapturedCall]:
@@ -144,11 +148,11 @@ def _kept_sources(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 def _inputs_of(
     layer: Attention, state: Tensor, sources: list[tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor] | None:
-    """What the layer gets: the state, or the inputs of its projections, where values have another.
+    """What the layer gets: the state, or the inputs of its projections, where the proof names them.
 
     None where these are not of one shape, or of several calls.
     """
-    if not layer.proof.endswith("value_source="):
+    if layer.proof.endswith("tokens"):
         return {"x": state}
     projections = {"x": layer.q_proj, "source": layer.k_proj, "value_source": layer.v_proj}
     found = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,7 +41,12 @@ from headwise.function.weights import FIRST, NORMS, bias_of
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import NamedModule, find_modules, may_be_of_layout
+from headwise.layouts.modules import (
+    NamedModule,
+    find_modules,
+    find_unlisted_tensors_of_module,
+    may_be_of_layout,
+)
 from headwise.layouts.plan import convert
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.memory import available_memory
@@ -55,6 +61,7 @@ WINDOWS: dict[str, Callable[[int], tuple[int, int | None]]] = {
     "a two-sided window": lambda w: (w // 2, w // 2),
     "a window to each side": lambda w: (w, w),
 }
+ATTENTION = re.compile(r"(?!.*norm).*att[^.]*\..*weight$", re.IGNORECASE)  # names of its weights
 COPIES = 4  # of an attention's tensors in float64, that a proof holds at once
 _MAY_LACK = ("rotary", "score_bias", "qk_norm", "clip")  # parts that a layer may lack
 _WORDS: tuple[tuple[str, ...], ...] = ((), (NO_WINDOW,), *((word,) for word in WINDOWS))
@@ -120,6 +127,8 @@ class StoredReading:
         stored: the layout of its tensors.
         module: the module; ``modules`` are all of this layout.
         variant: words of `VARIANTS`.
+        before: tensors of the module that the layout lacks, without its prefix. The class may use
+            them on the way to the inputs of its projections, as PVT reduces keys.
     """
 
     opened: Checkpoint
@@ -127,6 +136,7 @@ class StoredReading:
     module: NamedModule
     modules: Sequence[NamedModule]
     variant: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -136,7 +146,7 @@ class StoredReading:
     @property
     def key(self) -> tuple[str, ...]:
         """The names of the tensors, by which readings of the same ones share a trial."""
-        return (*self.roles.values(), *self.module.tensors)
+        return (*self.roles.values(), *self.module.tensors, *self.before)
 
     def vary(self) -> Iterator[StoredReading]:
         """Yield this reading in all variants that may be another function."""
@@ -160,7 +170,8 @@ class StoredReading:
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the layer is made of, with tables that several modules share."""
         shared = find_shared_tables(self.stored, self.module, self.modules, state)
-        return {name: state[name] for name in (*self.module.tensors, *shared)}
+        before = (f"{self.module.prefix}{name}" for name in self.before)
+        return {name: state[name] for name in (*self.module.tensors, *shared, *before)}
 
     def of_class(self, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return the tensors as files of the class have them, and their `roles`.
@@ -213,8 +224,13 @@ class StoredReading:
         config, known = self.opened.config, self.opened.known
         if of_class is not None:
             config = ConfigFields.wrap(of_class)
-            known = {**(counts or {}), **config_json.read_stated_counts(config)}
+            stated, counted = config_json.read_stated_counts(config), dict(counts or {})
+            if "heads" in {**stated, **counted}:  # from which the width of a head follows
+                counted.pop("head_dim", None)
+            known = {**counted, **stated}
         headers, module = self.opened.source.headers, self.module
+        before = {f"{module.prefix}{name}" for name in self.before}
+        module = replace(module, beside=[name for name in module.beside if name not in before])
         shapes = {local: headers[name].shape for name, local in module.tensors.items()}
         sizes = self.stored.sizes(shapes, known)
         described = self.describe(config)
@@ -318,7 +334,12 @@ class StoredLayers:
         if len(layers) == 1:
             return self._keep(*layers[0])
         if not layers:
-            raise next(iter(trials.values())).unequal_error(readings)
+            lacks_tensors = any(reading.before for reading in readings)
+            raise (
+                _unknown_layout_error(self.opened)
+                if lacks_tensors
+                else next(iter(trials.values())).unequal_error(readings)
+            )
         names = " and ".join(proved.reading.stored.name for proved, _ in layers)
         raise OptionError(
             saw=f"{self.opened.source.path} gives the numbers of its class as {names}",
@@ -403,7 +424,7 @@ class LoadTrial:
     def find_proved(self, reading: StoredReading) -> ProvedReading | None:
         """Return the first variant of a reading that is proved; None where none is."""
         for variant in reading.vary():
-            if (proof := self.prove(variant)) is not None:
+            if (proof := self.prove(variant)) is not None and self._is_whole(variant):
                 return ProvedReading(variant, self.probes[0].config, proof, self.skeleton)
         return None
 
@@ -426,12 +447,32 @@ class LoadTrial:
                 self.outcomes[reading.name] = reading, number, words
                 return None
         calls = [probe.call for probe in self.probes]
+        names = (re.split(r"\.(?=[^.]*$)", name)[0] for name in reading.before)
         return Proof(
+            behind=tuple(dict.fromkeys(names)),
             against=self.against,
             probes=len(calls),
             tokens=max(call.x.shape[1] for call in calls),
             has_value_source=any(call.value_source is not None for call in calls),
         )
+
+    def _is_whole(self, reading: StoredReading) -> bool:
+        """True if each tensor that the layout lacks acts on inputs of projections, and only there.
+
+        Each is changed: then such an input changes, and the layer still gives the class's numbers.
+        """
+        for local in reading.before:
+            name = f"{reading.module.prefix}{local}"
+            tensors = dict(self.probed.tensors)
+            noise = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(0))
+            tensors[name] = tensors[name] + noise
+            probes, _ = replace(self.probed, tensors=tensors).record_all(reading.opened.config)
+            moved = replace(self, probes=probes)
+            pairs = zip(self.probes, probes, strict=True)
+            if any(a.call.has_inputs_of(b.call) for a, b in pairs) or moved.prove(reading) is None:
+                self.outcomes[reading.name] = reading, 0, f"{name} acts on more than its inputs"
+                return False
+        return True
 
     def _build(self, reading: StoredReading, config: Config) -> Attention:
         options = {"dtype": torch.float64, **self.options}
@@ -537,7 +578,7 @@ def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
     stated = f"the model_type {kind}, which the catalogue lacks" if kind else "no model_type"
     obstacle = registry.find_obstacle(opened.source.headers)
     more = f"; not proved: {reason}" if reason else f": {obstacle.reason}" if obstacle else ""
-    names = [f"`{n}`" for n in opened.source.headers if n.endswith("weight") and "att" in n.lower()]
+    names = [f"`{name}`" for name in opened.source.headers if ATTENTION.match(name)]
     more = more or (f": no layout has {list_some(names)}" if names else "")
     do = "load_attention(path, inputs={...}) with arguments for a call of the class; or "
     return OptionError(
@@ -555,12 +596,14 @@ def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> li
     for stored in registry.layouts_by_name().values():
         if stored.required:
             modules = [m for m in find_modules(stored, opened.source.headers) if m.tensors]
-            readings += [
-                StoredReading(opened, stored, module, modules)
-                for module in _match_modules(modules, layer, prefix)
-                if stored.required <= {*module.tensors.values()}
-                and may_be_of_layout(module, stored)
-            ]
+            for module in _match_modules(modules, layer, prefix):
+                lacking = find_unlisted_tensors_of_module(module, stored)
+                before = tuple(name.removeprefix(module.prefix) for name in lacking)
+                others = replace(module, beside=[n for n in module.beside if n not in lacking])
+                is_whole = stored.required <= {*module.tensors.values()}
+                if is_whole and may_be_of_layout(others, stored):
+                    readings.append(StoredReading(opened, stored, module, modules, (), before))
+    readings = [each for each in readings if not each.before] or readings
     if len(names := dict.fromkeys(reading.module.prefix for reading in readings)) > 1:
         raise OptionError(
             saw=f"layer {layer} of {opened.source.path}, which {len(names)} modules have",

@@ -8,7 +8,7 @@ in float64, on the stored weights; those that are constant, such as biases of 0,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -58,6 +58,7 @@ class Proof:
         tokens: of the longest.
         reason: why there is no proof; "" for a proof.
         has_value_source: True if values had an input of their own: a call needs ``value_source``.
+        behind: modules of the class through which inputs of a call have gone before.
     """
 
     against: str = ""
@@ -65,11 +66,13 @@ class Proof:
     tokens: int = 0
     reason: str = ""
     has_value_source: bool = False
+    behind: Sequence[str] = ()
 
     def __str__(self) -> str:
         if self.reason:
             return f"not proved: {self.reason}"
-        more = ", with value_source=" if self.has_value_source else ""
+        more = f", on inputs from behind {', '.join(self.behind)}" if self.behind else ""
+        more += ", with value_source=" if self.has_value_source else ""
         return (
             f"proved against {self.against}, {self.probes} probes, up to {self.tokens} tokens{more}"
         )

@@ -37,6 +37,7 @@ LAYER_NUMBER = re.compile(r"(^|layer_?)(idx|id|index|number)$")
 COUNTED = {
     "heads": ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim", "attention_head_size"),
 }
 COSTLY = 2**26  # parameters beyond which an attention, and the blocks before it, cost seconds
 
@@ -67,6 +68,17 @@ class ClassCall:
     stages: Mapping[str, Tensor]
     is_narrow: bool
 
+    def has_inputs_of(self, other: ClassCall) -> bool:
+        """True if another call has the same inputs of the projections."""
+        return all(
+            a is b or (a is not None and b is not None and torch.equal(a, b))
+            for a, b in (
+                (self.x, other.x),
+                (self.source, other.source),
+                (self.value_source, other.value_source),
+            )
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Skeleton:
@@ -96,13 +108,14 @@ class Skeleton:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The heads and the kv_heads of the attention, where its class keeps them."""
+        """Heads, kv_heads and head_dim of the attention, where its class keeps them."""
         settings = vars(self.attention)
-        every = {name: (settings.get(x) for x in names) for name, names in COUNTED.items()}
-        numbers = {
-            name: next((n for n in each if isinstance(n, int)), 0) for name, each in every.items()
-        }
-        return {name: n for name, n in numbers.items() if n > 0}
+        counts: dict[str, int] = {}
+        for name, attributes in COUNTED.items():
+            numbers = [settings[x] for x in attributes if isinstance(settings.get(x), int)]
+            if numbers and numbers[0] > 0:
+                counts[name] = numbers[0]
+        return counts
 
     @property
     def is_large(self) -> bool:
