@@ -109,12 +109,12 @@ class Skeleton:
     @property
     def counts(self) -> dict[str, int]:
         """Heads, kv_heads and head_dim of the attention, where its class keeps them."""
-        settings = vars(self.attention)
+        settings = [vars(module) for module in self.attention.modules()]
         counts: dict[str, int] = {}
         for name, attributes in COUNTED.items():
-            numbers = [settings[x] for x in attributes if isinstance(settings.get(x), int)]
-            if numbers and numbers[0] > 0:
-                counts[name] = numbers[0]
+            numbers = (each.get(attribute) for each in settings for attribute in attributes)
+            if number := next((n for n in numbers if isinstance(n, int) and n > 0), None):
+                counts[name] = number
         return counts
 
     @property
