@@ -222,8 +222,7 @@ class Attention(base.AttentionBase):
         Args:
             x: (batch, queries, embed_dim), the input of queries, and by default of keys and values.
             source: (batch, keys, source_dim), the input of keys and values in cross attention.
-            value_source: (batch, keys, source_dim), the input of values alone, where keys have
-                another one: DETR adds places to ``x`` or ``source``, and not to this.
+            value_source: as ``source``, for values alone: DETR adds places to keys, not to values.
             mask: which keys each query may attend to; combined with the layer's window.
             score_bias: added to the scores, and to the layer's own score bias.
             gate: a factor for each head's outputs, (heads,) or (batch, heads); 1 by default. Its
