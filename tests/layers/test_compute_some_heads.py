@@ -70,6 +70,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_values_of_another_input() -> None:
+    layer, x = made()
+    given = {"source": x.flip(1), "value_source": x.roll(1, 1)}
+    output = layer(x, **given)
+    parts = added(layer, lambda part: part(x, **given))
+    assert (parts - output).abs().max() <= TOLERANCE * output.abs().max()
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_parts_add_up(options: dict[str, Any]) -> None:
     layer, x = made(**options)

@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,9 +42,14 @@ LOADED, SOME, OTHER, UNPROVED, REFUSED = (
     "refused",
 )
 
+WITH_INPUTS = "with inputs=..."  # of a load whose class does not run on made-up inputs
+
 
 def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
-    """How the stored layers load, and the reason of the first that does not."""
+    """How the stored layers load, and the reason of the first that does not.
+
+    What is refused is tried once more, with the inputs of the model as the caller's.
+    """
     with TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder)
@@ -51,7 +57,7 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
         prefixes = list(_prefixes(opened))[:MOST]
         # What transformers reads from the folder, where a null of the config may be a default.
         stored = type(model).from_pretrained(folder).eval()
-        with _kept_positions(stored) as positions:
+        with _kept_positions(stored) as positions, _kept_sources(stored) as sources:
             calls = _calls(stored, given)
         image, config = given.get("pixel_values"), model.config.to_dict()
         if isinstance(image, Tensor):  # of towers that turn by row and column
@@ -60,17 +66,21 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
             flat = [x for x in states if x.dim() == 3]
             each = (list_coordinates(part, image, x) for part in parts for x in flat)
             positions += [x for x in each if x is not None]
-        layers = StoredLayers(opened)
-        outcomes = [_outcome(layers, prefix, calls, positions) for prefix in prefixes]
-        for at, (kind, _) in enumerate(outcomes):
-            if kind == LOADED:
-                layer = layers.load(0, prefixes[at])
-                outcomes[at] = _outcome_of_tower(layer, stored, given, calls)
+        alone, beside = StoredLayers(opened), StoredLayers(replace(opened, inputs=given))
+        outcomes = []
+        for prefix in prefixes:
+            kind, why = _outcome(alone, prefix, calls, positions, sources)
+            if kind == REFUSED and "no made-up input runs" in why:
+                kind, why = _outcome(beside, prefix, calls, positions, sources)
+                why = WITH_INPUTS if kind == LOADED else why
+            elif kind == LOADED:
+                kind, why = _outcome_of_tower(alone.load(0, prefix), stored, given, calls)
+            outcomes.append((kind, why))
     if not outcomes:
-        obstacle = registry.find_obstacle(opened.source.headers)
-        return REFUSED, "no layout has its tensors" if obstacle is None else obstacle.reason
+        return _outcome(alone, None, calls, positions, sources)
     kinds = {kind for kind, _ in outcomes}
-    reason = next((why for kind, why in outcomes if kind != LOADED), "")
+    needed = WITH_INPUTS if (LOADED, WITH_INPUTS) in outcomes else ""
+    reason = next((why for kind, why in outcomes if kind != LOADED), needed)
     for kind in (OTHER, LOADED):
         if kind in kinds:
             return (SOME if kind == LOADED and len(kinds) > 1 else kind), reason
@@ -81,7 +91,7 @@ def _prefixes(opened: Checkpoint) -> Iterator[str]:
     """The prefixes of modules that a layout has whole, where the config does not deny a softmax."""
     name, headers = layout_name(opened.config), opened.source.headers
     every = registry.layouts_by_name().values()
-    seen = set()
+    seen, denied = set(), set()
     listed = None if name is None else registry.layout(name)
     is_listed = listed is not None and bool(find_modules(listed, headers))
     for layout in [listed] if is_listed and listed else every:
@@ -90,9 +100,13 @@ def _prefixes(opened: Checkpoint) -> Iterator[str]:
             linear = "text_config" not in opened.config and not layer_attends(
                 opened.config, module.layer
             )
-            if whole and not linear and module.prefix not in seen:
+            if whole and linear:
+                denied.add(module.prefix)
+            elif whole and module.prefix not in seen:
                 seen.add(module.prefix)
                 yield module.prefix
+    if not seen:  # the kinds of layers were those of a convolution
+        yield from sorted(denied)
 
 
 def _calls(model: nn.Module, given: dict[str, Any]) -> list[CapturedCall]:
@@ -122,6 +136,40 @@ def _kept_positions(model: nn.Module) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
+@contextmanager
+def _kept_sources(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The weight and the input of each linear projection that ran."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], _: Any) -> None:
+        kept.extend((module.weight, x) for x in args[:1])
+
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    hooks = [m.register_forward_hook(keep) for m in linear]
+    yield kept
+    for hook in hooks:
+        hook.remove()
+
+
+def _inputs_of(
+    layer: Attention, state: Tensor, sources: list[tuple[Tensor, Tensor]]
+) -> dict[str, Tensor] | None:
+    """What the layer gets: the state, or the inputs of its projections, where the proof names them.
+
+    None where these are not of one shape, or of several calls.
+    """
+    if layer.proof.endswith("tokens"):
+        return {"x": state}
+    projections = {"x": layer.q_proj, "source": layer.k_proj, "value_source": layer.v_proj}
+    found = {
+        name: [x for weight, x in sources if torch.equal(weight, projection.weight)]
+        for name, projection in projections.items()
+    }
+    if not all(len(each) == 1 and each[0].shape == state.shape for each in found.values()):
+        return None
+    return {name: x for name, (x,) in found.items()}
+
+
 def _shorten(words: str, folder: Path) -> str:
     """The reason without the folder, and what all unknown types have."""
     words = words.replace(f"{folder}/", "").replace(f"{folder} ", "")
@@ -136,7 +184,11 @@ def _has_output_of(layer: Attention, call: CapturedCall) -> bool:
 
 
 def _outcome(
-    layers: StoredLayers, prefix: str, calls: Iterable[CapturedCall], positions: list[Tensor]
+    layers: StoredLayers,
+    prefix: str | None,
+    calls: Iterable[CapturedCall],
+    positions: list[Tensor],
+    sources: list[tuple[Tensor, Tensor]],
 ) -> tuple[str, str]:
     folder = layers.opened.source.folder
     try:
@@ -148,7 +200,7 @@ def _outcome(
     if not layer.proof.startswith("proved"):
         return UNPROVED, _shorten(layer.proof, folder)
     several = layer.rotary is not None and layer.rotary.axis_count > 1
-    name = prefix.rstrip("./")
+    name = "" if prefix is None else prefix.rstrip("./")
     for call in calls:
         theirs = call.outputs if call.mixed is None else None
         is_same = call.layer.endswith(name) or name.endswith(call.layer)
@@ -168,8 +220,10 @@ def _outcome(
         places = next(fitting, None) if several else None
         if places is None and layer.rotary is not None and layer.rotary.numbers is not None:
             continue  # nobody says the row and the column of each token
+        if (inputs := _inputs_of(layer, call.state, sources)) is None:
+            continue
         with torch.no_grad():
-            mine = layer.head_outputs(call.state, mask=call.matrix.mask, positions=places)
+            mine = layer.head_outputs(**inputs, mask=call.matrix.mask, positions=places)
         if mine.shape != theirs.shape:
             return OTHER, f"{prefix}: head outputs of another shape"
         real = call.real_queries[:, None, :, None]

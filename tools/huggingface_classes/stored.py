@@ -21,7 +21,10 @@ def layout_of(model: PreTrainedModel) -> tuple[str, str]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder)
-        found = detect(folder)
+        try:
+            found = detect(folder)
+        except HeadwiseError:  # its counts fit no layout
+            return "", ""
         if not found.fitting:
             return "", ""
         try:

@@ -59,8 +59,9 @@ How to read it:
   row does a run contradict the config.
 - **Loads** is what `load_attention` makes of the stored layers. Each load is proved against the
   class; here the layer is compared once more, with what a run of the whole model shows of it.
-  {loaded} types load in all modules that a layout has whole, {some} in some of them, and none with
-  other numbers. The others are refused, for the reason that is named.
+  {loaded} types load in all modules that a layout has whole, {given} of them with `inputs=`, a call
+  of the class that the user knows; {some} load in some modules, and none with other numbers. The
+  others are refused, for the reason that is named.
 """
 
 SECTIONS = (
@@ -132,6 +133,7 @@ def page(found: dict[str, Any]) -> str:
         types=len(found["rows"]),
         all=counts[trial.ALL],
         loaded=sum(row.get("loads") == loads.LOADED for row in found["rows"]),
+        given=sum(row.get("loads_not") == loads.WITH_INPUTS for row in found["rows"]),
         some=sum(row.get("loads") == loads.SOME for row in found["rows"]),
         by_run=sum(row.get("layout_by") == stored.BY_RUN for row in found["rows"]),
         by_config=sum(row.get("layout_by") == stored.BY_CONFIG for row in found["rows"]),
@@ -192,7 +194,8 @@ def _layout(row: dict[str, Any]) -> str:
 
 def _loads(row: dict[str, Any]) -> str:
     outcome, reason = row.get("loads", ""), _escape(row.get("loads_not", ""))
-    return "yes" if outcome == loads.LOADED else f"{outcome}: {reason}".strip(": ")
+    said = "yes" if outcome == loads.LOADED else outcome
+    return f"{said}: {reason}".strip(": ")
 
 
 def _words(row: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ leaves a field to ``config``, the config.json of the original model without its 
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -301,6 +301,7 @@ class Checkpoint:
     config: ConfigFields
     known: dict[str, int]  # the counts of the caller, the config and the description
     trusts_code: bool = False  # True if code beside the files may run
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # the caller's, for the model's class
 
 
 def open_checkpoint(

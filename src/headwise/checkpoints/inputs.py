@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints.rotations import PLANES
+from headwise.support.private_torch import tree_map
 
 BATCH, SHORT, LONG, SOURCE, LATE, PADDING = 2, 24, 64, 19, 7, 5
 EDGE, FRAMES, REGIONS, WAVE = 4, 4, 5, 4000  # patches of a side, images of a video, boxes, samples
@@ -38,6 +39,18 @@ def list_runs(owners: Iterable[Any]) -> Iterator[tuple[Callable[..., Any], bool]
         names = (name for name in dir(type(owner)) if FEATURES.fullmatch(name))
         yield from ((getattr(owner, name), False) for name in names)
     yield from ((owner, True) for owner in listed)
+
+
+def read_given(inputs: Given) -> Inputs:
+    """Return a caller's inputs in float64, with their real tokens where a mask is of all tokens."""
+    wide = tree_map(lambda x: x.double() if _is_float(x) else x, dict(inputs))
+    mask = None if "decoder_input_ids" in inputs else inputs.get("attention_mask")
+    is_padding = isinstance(mask, Tensor) and mask.dim() == 2
+    return "the inputs given", wide, mask.bool() if is_padding else None
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def list_inputs(run: Any, *, is_large: bool, is_mixed: bool) -> Iterator[Iterator[Inputs]]:

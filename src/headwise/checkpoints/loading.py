@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -43,7 +44,12 @@ from headwise.function.weights import FIRST, NORMS, bias_of
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import NamedModule, find_modules, may_be_of_layout
+from headwise.layouts.modules import (
+    NamedModule,
+    find_modules,
+    find_unlisted_tensors_of_module,
+    may_be_of_layout,
+)
 from headwise.layouts.plan import convert
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.memory import available_memory
@@ -58,6 +64,7 @@ WINDOWS: dict[str, Callable[[int], tuple[int, int | None]]] = {
     "a two-sided window": lambda w: (w // 2, w // 2),
     "a window to each side": lambda w: (w, w),
 }
+ATTENTION = re.compile(r"(?!.*norm).*att[^.]*\..*weight$", re.IGNORECASE)  # names of its weights
 COPIES = 4  # of an attention's tensors in float64, that a proof holds at once
 _MAY_LACK = ("rotary", "score_bias", "qk_norm", "clip")  # parts that a layer may lack
 _WORDS: tuple[tuple[str, ...], ...] = ((), (NO_WINDOW,), *((word,) for word in WINDOWS))
@@ -78,6 +85,7 @@ def load_attention(
     rotary_width: int | None = None,
     proof: bool = True,
     trust_remote_code: bool = False,
+    inputs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Attention:
     """Return one attention layer of a stored model, in the dtype of its file.
@@ -101,6 +109,8 @@ def load_attention(
         rotary_width: channels of a head that are rotated.
         proof: False to load without running the class.
         trust_remote_code: True to prove the layer against code that is in the folder.
+        inputs: arguments for a call of the model's class, on which the proof runs as well: for a
+            class that does not run on the random inputs that headwise makes up.
         options: arguments of `Attention` that override the file's, such as ``window=(3, None)``.
 
     Raises:
@@ -109,6 +119,7 @@ def load_attention(
     """
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
     opened = open_checkpoint(Path(path), counts, config=config, trusts_code=trust_remote_code)
+    opened = replace(opened, inputs=inputs or {})
     return StoredLayers(opened, options, layout, proof).load(layer, prefix)
 
 
@@ -122,6 +133,8 @@ class StoredReading:
         module: the module; ``modules`` are all of this layout.
         variant: words of `VARIANTS`.
         rotation: that of the class, where its angles show it; None for that of the config.
+        before: tensors of the module that the layout lacks, without its prefix. The class may use
+            them on the way to the inputs of its projections, as PVT reduces keys.
     """
 
     opened: Checkpoint
@@ -130,6 +143,7 @@ class StoredReading:
     modules: Sequence[NamedModule]
     variant: tuple[str, ...] = ()
     rotation: RotaryRule | None = None
+    before: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -139,7 +153,7 @@ class StoredReading:
     @property
     def key(self) -> tuple[str, ...]:
         """The names of the tensors, by which readings of the same ones share a trial."""
-        return (*self.roles.values(), *self.module.tensors)
+        return (*self.roles.values(), *self.module.tensors, *self.before)
 
     def vary(self, rotation: RotaryRule | None = None) -> Iterator[StoredReading]:
         """Yield this reading in all variants that may be another function."""
@@ -167,7 +181,8 @@ class StoredReading:
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the layer is made of, with tables that several modules share."""
         shared = find_shared_tables(self.stored, self.module, self.modules, state)
-        return {name: state[name] for name in (*self.module.tensors, *shared)}
+        before = (f"{self.module.prefix}{name}" for name in self.before)
+        return {name: state[name] for name in (*self.module.tensors, *shared, *before)}
 
     def of_class(self, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return the tensors as files of the class have them, and their `roles`.
@@ -210,18 +225,29 @@ class StoredReading:
         return described
 
     def layer(
-        self, state: Mapping[str, Tensor], *, of_class: Config | None = None, **options: Any
+        self,
+        state: Mapping[str, Tensor],
+        *,
+        of_class: Config | None = None,
+        counts: Mapping[str, int] | None = None,
+        **options: Any,
     ) -> Attention:
         """Return the layer; raise an OptionError where config and tensors do not make one.
 
         ``of_class`` is the config with which the class ran, and states all fields; without it,
-        config.json has to state what the layout leaves open.
+        config.json has to state what the layout leaves open. ``counts`` are those of the class,
+        for what the config does not state.
         """
         config, known = self.opened.config, self.opened.known
         if of_class is not None:
             config = ConfigFields.wrap(of_class)
-            known = config_json.read_stated_counts(config)
+            stated, counted = config_json.read_stated_counts(config), dict(counts or {})
+            if "heads" in {**stated, **counted}:  # from which the width of a head follows
+                counted.pop("head_dim", None)
+            known = {**counted, **stated}
         headers, module = self.opened.source.headers, self.module
+        before = {f"{module.prefix}{name}" for name in self.before}
+        module = replace(module, beside=[name for name in module.beside if name not in before])
         shapes = {local: headers[name].shape for name, local in module.tensors.items()}
         sizes = self.stored.sizes(shapes, known)
         described = self.describe(config)
@@ -347,7 +373,12 @@ class StoredLayers:
         if len(layers) == 1:
             return self._keep(*layers[0])
         if not layers:
-            raise next(iter(trials.values())).unequal_error(readings)
+            lacks_tensors = any(reading.before for reading in readings)
+            raise (
+                _unknown_layout_error(self.opened)
+                if lacks_tensors
+                else next(iter(trials.values())).unequal_error(readings)
+            )
         names = " and ".join(proved.reading.stored.name for proved, _ in layers)
         raise OptionError(
             saw=f"{self.opened.source.path} gives the numbers of its class as {names}",
@@ -424,7 +455,7 @@ class LoadTrial:
         tensors, roles = reading.of_class(state)
         if broken := next((n for n, x in tensors.items() if not x.isfinite().all()), None):
             raise NotRunError(f"{broken} holds NaN or infinite numbers")
-        probed = ProbedClass(tensors, roles, code, {*options})
+        probed = ProbedClass(tensors, roles, code, {*options}, reading.opened.inputs)
         probes, skeleton = probed.record_all(config)
         usual = {name: x for name, x in options.items() if name not in ("dtype", "device")}
         return cls(probed, probes, state, skeleton, usual, {})
@@ -432,7 +463,7 @@ class LoadTrial:
     def find_proved(self, reading: StoredReading) -> ProvedReading | None:
         """Return the first variant of a reading that is proved; None where none is."""
         for variant in reading.vary(self.rotation):
-            if (proof := self.prove(variant)) is not None:
+            if (proof := self.prove(variant)) is not None and self._is_whole(variant):
                 return ProvedReading(variant, self.probes[0].config, proof, self.skeleton)
         return None
 
@@ -461,12 +492,37 @@ class LoadTrial:
                 words = f"{parted} differ from {self.against} on {probe.name}"
                 self.outcomes[reading.name] = reading, number, words
                 return None
-        tokens = max(probe.call.x.shape[1] for probe in self.probes)
-        return Proof(against=self.against, probes=len(self.probes), tokens=tokens)
+        calls = [probe.call for probe in self.probes]
+        names = (re.split(r"\.(?=[^.]*$)", name)[0] for name in reading.before)
+        return Proof(
+            behind=tuple(dict.fromkeys(names)),
+            against=self.against,
+            probes=len(calls),
+            tokens=max(call.x.shape[1] for call in calls),
+            has_value_source=any(call.value_source is not None for call in calls),
+        )
+
+    def _is_whole(self, reading: StoredReading) -> bool:
+        """True if each tensor that the layout lacks acts on inputs of projections, and only there.
+
+        Each is changed: then such an input changes, and the layer still gives the class's numbers.
+        """
+        for local in reading.before:
+            name = f"{reading.module.prefix}{local}"
+            tensors = dict(self.probed.tensors)
+            noise = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(0))
+            tensors[name] = tensors[name] + noise
+            probes, _ = replace(self.probed, tensors=tensors).record_all(reading.opened.config)
+            moved = replace(self, probes=probes)
+            pairs = zip(self.probes, probes, strict=True)
+            if any(a.call.has_inputs_of(b.call) for a, b in pairs) or moved.prove(reading) is None:
+                self.outcomes[reading.name] = reading, 0, f"{name} acts on more than its inputs"
+                return False
+        return True
 
     def _build(self, reading: StoredReading, config: Config) -> Attention:
         options = {"dtype": torch.float64, **self.options}
-        return reading.layer(self.state, of_class=config, **options)
+        return reading.layer(self.state, of_class=config, counts=self.skeleton.counts, **options)
 
     def _list_unread_fields(self, reading: StoredReading, probe: Probe) -> list[str]:
         """Return the fields of the config that act on the class, and not on a reading."""
@@ -519,7 +575,8 @@ class ProvedReading:
     def layer(self, options: Mapping[str, Any]) -> Attention:
         """Return the layer, with the words of the proof."""
         source = self.reading.opened.source
-        layer = self.reading.layer(source, of_class=self.config, **options)
+        counts = self.skeleton.counts
+        layer = self.reading.layer(source, of_class=self.config, counts=counts, **options)
         layer.proof = str(self.proof)
         return layer
 
@@ -567,11 +624,15 @@ def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
     stated = f"the model_type {kind}, which the catalogue lacks" if kind else "no model_type"
     obstacle = registry.find_obstacle(opened.source.headers)
     more = f"; not proved: {reason}" if reason else f": {obstacle.reason}" if obstacle else ""
+    names = [f"`{name}`" for name in opened.source.headers if ATTENTION.match(name)]
+    more = more or (f": no layout has {list_some(names)}" if names else "")
+    do = "load_attention(path, inputs={...}) with arguments for a call of the class; or "
     return OptionError(
         saw=f"{opened.source.path} has {stated}{more}",
         needed="the layout of the weights",
-        do="headwise.checkpoints.load_attention(path, layer=0, layout=...); headwise detect "
-        "lists the layouts that fit",
+        do=(do if reason else "")
+        + "headwise.checkpoints.load_attention(path, layer=0, layout=...); headwise detect lists "
+        "the layouts that fit",
     )
 
 
@@ -581,12 +642,14 @@ def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> li
     for stored in registry.layouts_by_name().values():
         if stored.required:
             modules = [m for m in find_modules(stored, opened.source.headers) if m.tensors]
-            readings += [
-                StoredReading(opened, stored, module, modules)
-                for module in _match_modules(modules, layer, prefix)
-                if stored.required <= {*module.tensors.values()}
-                and may_be_of_layout(module, stored)
-            ]
+            for module in _match_modules(modules, layer, prefix):
+                lacking = find_unlisted_tensors_of_module(module, stored)
+                before = tuple(name.removeprefix(module.prefix) for name in lacking)
+                others = replace(module, beside=[n for n in module.beside if n not in lacking])
+                is_whole = stored.required <= {*module.tensors.values()}
+                if is_whole and may_be_of_layout(others, stored):
+                    readings.append(StoredReading(opened, stored, module, modules, (), before))
+    readings = [each for each in readings if not each.before] or readings
     if len(names := dict.fromkeys(reading.module.prefix for reading in readings)) > 1:
         raise OptionError(
             saw=f"layer {layer} of {opened.source.path}, which {len(names)} modules have",

@@ -8,7 +8,7 @@ in float64, on the stored weights; those that are constant, such as biases of 0,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.checkpoints.inputs import LONG, list_coordinates, list_inputs, list_runs
+from headwise.checkpoints.inputs import LONG, list_coordinates, list_inputs, list_runs, read_given
 from headwise.checkpoints.skeleton import (
     COSTLY,
     ClassCall,
     NotRunError,
     Skeleton,
-    TwoSourcesError,
     build_skeleton,
 )
 from headwise.errors import OptionError
@@ -58,17 +57,25 @@ class Proof:
         probes: the number of inputs.
         tokens: of the longest.
         reason: why there is no proof; "" for a proof.
+        has_value_source: True if values had an input of their own: a call needs ``value_source``.
+        behind: modules of the class through which inputs of a call have gone before.
     """
 
     against: str = ""
     probes: int = 0
     tokens: int = 0
     reason: str = ""
+    has_value_source: bool = False
+    behind: Sequence[str] = ()
 
     def __str__(self) -> str:
         if self.reason:
             return f"not proved: {self.reason}"
-        return f"proved against {self.against}, {self.probes} probes, up to {self.tokens} tokens"
+        more = f", on inputs from behind {', '.join(self.behind)}" if self.behind else ""
+        more += ", with value_source=" if self.has_value_source else ""
+        return (
+            f"proved against {self.against}, {self.probes} probes, up to {self.tokens} tokens{more}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,24 +136,27 @@ class Probe:
     def _find_parted_stage(
         self, layer: Attention, mask: Mask, positions: Tensor | None
     ) -> str | None:
-        given: Any = {"mask": mask, "positions": positions}
-        if self._is_equal("output", layer, lambda m, x: m(x, self._source(x), **given)):
+        sources: Any = {"source": self.call.source, "value_source": self.call.value_source}
+        sources = {name: y for name, y in sources.items() if y is not None}
+
+        def give(x: Tensor) -> dict[str, Any]:
+            of_x = {name: y.to(x.dtype) for name, y in sources.items()}
+            return {"mask": mask, "positions": positions} | of_x
+
+        if self._is_equal("output", layer, lambda m, x: m(x, **give(x))):
             return None
 
         def run_values(m: Attention, x: Tensor) -> Tensor:
-            source = self._source(x)
-            values: Tensor = m.v_proj(compress_source(m, x if source is None else source))
+            source = [x, *sources.values()][-1].to(x.dtype)
+            values: Tensor = m.v_proj(compress_source(m, source))
             return values
 
         def run_heads(m: Attention, x: Tensor) -> Tensor:
-            return m.head_outputs(x, self._source(x), **given).transpose(1, 2).flatten(2)
+            return m.head_outputs(x, **give(x)).transpose(1, 2).flatten(2)
 
         stages = {"v": run_values, "head outputs": run_heads}
         parted = (name for name, run in stages.items() if not self._is_equal(name, layer, run))
         return next(parted, "output")
-
-    def _source(self, x: Tensor) -> Tensor | None:
-        return None if self.call.source is None else self.call.source.to(x.dtype)
 
     def _is_equal(self, stage: str, layer: Attention, run: Run) -> bool:
         theirs = self.call.stages.get(stage)
@@ -276,12 +286,14 @@ class ProbedClass:
         roles: the name of a tensor of each projection.
         code: the folder of the class, None for one of transformers.
         given: options of the caller, see `shrink_far_settings`.
+        inputs: the caller's for the model, one more probe; none if empty.
     """
 
     tensors: Mapping[str, Tensor]
     roles: Mapping[str, str]
     code: Path | None
     given: Collection[str]
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def record_all(self, config: Mapping[str, Any]) -> tuple[list[Probe], Skeleton]:
         """Run the class on all probes; return them with the model, without its parameters.
@@ -290,11 +302,11 @@ class ProbedClass:
             NotRunError: the class cannot be built here, or runs on no probe.
         """
         skeleton = build_skeleton(config, self.tensors, self.roles, self.code)
-        probes = _record_probes(skeleton, is_near=False)
+        probes = self._record(skeleton, is_near=False)
         skeleton.drop_parameters()  # before another model takes as much memory
         if (near := shrink_far_settings(config, self.given)) != dict(config):
             changed = build_skeleton(near, self.tensors, self.roles, self.code)
-            probes += _record_probes(changed, is_near=True)
+            probes += self._record(changed, is_near=True)
         return probes, skeleton
 
     def list_live_fields(
@@ -313,13 +325,48 @@ class ProbedClass:
             near = shrink_far_settings(changed, self.given) if probe.is_near else changed
             try:
                 skeleton = build_skeleton(near, self.tensors, self.roles, self.code)
-                others = _record_probes(skeleton, is_near=probe.is_near, only=probe.name)
+                others = self._record(skeleton, is_near=probe.is_near, only=probe.name)
             except (NotRunError, OptionError):
                 continue
             x, y = probe.call.x, probe.call.stages["output"]
             calls = [other.call for other in others if torch.equal(other.call.x, x)]
             fields += [name for call in calls if not torch.equal(call.stages["output"], y)]
         return fields
+
+    def _record(self, skeleton: Skeleton, *, is_near: bool, only: str = "") -> list[Probe]:
+        """Return the probes of the caller's inputs, and of the first run that made-up ones fit."""
+        suffix = ", with far settings near" if is_near else ""
+        reasons: list[NotRunError] = []
+        config = skeleton.config
+
+        def record(run: Any, name: str, inputs: Mapping[str, Any], real: Tensor | None) -> Probe:
+            call = skeleton.call(run, inputs)
+            positions = inputs.get("position_ids")
+            if "pixel_values" in inputs:
+                positions = list_coordinates(config, inputs["pixel_values"], call.x)
+            return Probe(f"{name}{suffix}", config, call, real, is_near, positions)
+
+        given = [record(skeleton.owners[0], *read_given(self.inputs))] if self.inputs else []
+        given = [each for each in given if only in ("", each.name)]
+        for run, is_mixed in list_runs(skeleton.owners):
+            probes: list[Probe] = []
+            failures: list[NotRunError] = []
+            for group in list_inputs(run, is_large=skeleton.is_large, is_mixed=is_mixed):
+                for name, inputs, real in () if probes and not failures else group:
+                    if only not in ("", f"{name}{suffix}"):
+                        continue
+                    try:
+                        probes.append(record(run, name, inputs, real))
+                    except NotRunError as error:
+                        failures += [] if "encoder_hidden_states" in inputs else [error]
+            if probes:
+                return given + probes
+            reasons += failures
+        kind = type(skeleton.model).__name__
+        if not given:
+            reason = reasons[0] if reasons else f"{kind} takes no input that headwise makes up"
+            raise NotRunError(f"no made-up input runs: {reason}")
+        return given
 
 
 def _vary_fields(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -334,35 +381,6 @@ def _vary_fields(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any
             yield name, {**config, name: not value}
         elif isinstance(value, int | float):
             yield name, {**config, name: type(value)(2 * value) or 3}
-
-
-def _record_probes(skeleton: Skeleton, *, is_near: bool, only: str = "") -> list[Probe]:
-    suffix = ", with far settings near" if is_near else ""
-    reasons: list[NotRunError] = []
-    config = skeleton.config
-    for run, is_mixed in list_runs(skeleton.owners):
-        probes: list[Probe] = []
-        failures: list[NotRunError] = []
-        for group in list_inputs(run, is_large=skeleton.is_large, is_mixed=is_mixed):
-            for name, inputs, real in () if probes and not failures else group:
-                if only not in ("", f"{name}{suffix}"):
-                    continue
-                try:
-                    call = skeleton.call(run, inputs)
-                except TwoSourcesError:
-                    raise
-                except NotRunError as error:
-                    failures += [] if "encoder_hidden_states" in inputs else [error]
-                    continue
-                positions = inputs.get("position_ids")
-                if "pixel_values" in inputs:
-                    positions = list_coordinates(config, inputs["pixel_values"], call.x)
-                probes.append(Probe(f"{name}{suffix}", config, call, real, is_near, positions))
-        if probes:
-            return probes
-        reasons += failures
-    kind = type(skeleton.model).__name__
-    raise reasons[0] if reasons else NotRunError(f"{kind} takes no known input")
 
 
 # ---- tensors ------------------------------------------------------------------------------------

@@ -34,15 +34,17 @@ from headwise.support.wide import default_float64, in_float64
 
 # Attributes of modules that number the layers.
 LAYER_NUMBER = re.compile(r"(^|layer_?)(idx|id|index|number)$")
+# Attributes of attention modules that count heads.
+COUNTED = {
+    "heads": ("num_heads", "num_attention_heads", "num_attn_heads", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim", "attention_head_size"),
+}
 COSTLY = 2**26  # parameters beyond which an attention, and the blocks before it, cost seconds
 
 
 class NotRunError(Exception):
     """Raised for a class that could not be built or run here; its text is the reason."""
-
-
-class TwoSourcesError(NotRunError):
-    """Raised for keys and values of two inputs, which no layer has: DETR adds places to one."""
 
 
 class _ReachedError(Exception):
@@ -56,6 +58,7 @@ class ClassCall:
     Attributes:
         x: (batch, queries, embed_dim), the input of the queries' projection.
         source: (batch, keys, source_dim), that of the keys' projection; None where it is x.
+        value_source: that of the values' projection; None where it is that of keys.
         stages: name -> result of a projection, the merged head outputs, the output.
         is_narrow: True if a step before the output was computed in float32 or narrower.
         turn: the angles that it got, where its tokens have places along several axes.
@@ -64,10 +67,22 @@ class ClassCall:
 
     x: Tensor
     source: Tensor | None
+    value_source: Tensor | None
     stages: Mapping[str, Tensor]
     is_narrow: bool
     turn: Turn | None = None
     images: Tensor | None = None
+
+    def has_inputs_of(self, other: ClassCall) -> bool:
+        """True if another call has the same inputs of the projections."""
+        return all(
+            a is b or (a is not None and b is not None and torch.equal(a, b))
+            for a, b in (
+                (self.x, other.x),
+                (self.source, other.source),
+                (self.value_source, other.value_source),
+            )
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +110,17 @@ class Skeleton:
         words = {n: n.removesuffix("_config") for n in parts}
         inner = (n for n, word in words.items() if word != n and word in self.path)
         return dict(config.get(next(inner, ""), config))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Heads, kv_heads and head_dim of the attention, where its class keeps them."""
+        settings = [vars(module) for module in self.attention.modules()]
+        counts: dict[str, int] = {}
+        for name, attributes in COUNTED.items():
+            numbers = (each.get(attribute) for each in settings for attribute in attributes)
+            if number := next((n for n in numbers if isinstance(n, int) and n > 0), None):
+                counts[name] = number
+        return counts
 
     @property
     def is_large(self) -> bool:
@@ -164,15 +190,15 @@ class Skeleton:
         assert isinstance(x, Tensor)
         assert isinstance(source, Tensor)
         assert isinstance(values, Tensor)
-        if values.shape != source.shape or not torch.equal(values, source):
-            kind = type(self.attention).__name__
-            raise TwoSourcesError(f"{kind} projects keys and values from two inputs")
         every = {role: rows[role][1] for role in "qkv" if self._is_alone(role)}
         every |= {"head outputs": rows["o"][0], "output": rows["o"][1]}
         stages = {name: stage for name, stage in every.items() if stage is not None}
-        is_same = source.shape == x.shape and torch.equal(source, x)
         return ClassCall(
-            x=x, source=None if is_same else source, stages=stages, is_narrow=is_narrow
+            x=x,
+            source=None if torch.equal(source, x) else source,
+            value_source=None if torch.equal(values, source) else values,
+            stages=stages,
+            is_narrow=is_narrow,
         )
 
     def kind_of(self, stored: Iterable[str]) -> tuple[object, ...] | None:

@@ -1,6 +1,6 @@
 """Multi-head attention layer with rotary, ALiBi, QK-norm, windows, softcap, sinks and caches.
 
-    q, k, v = q_proj(x), k_proj(source), v_proj(source)          in heads; source is x by default
+    q, k, v = q_proj(x), k_proj(source), v_proj(value_source)    in heads; by default all are of x
     q, k    = rotary(q_norm(q)), rotary(k_norm(k))               where the layer has them
     A       = softmax(softcap(scale * q @ k.T) + score_bias)     over keys that the mask allows
     output  = out_proj(gate * (A @ v))                           A is an `AttentionMatrix`
@@ -50,7 +50,7 @@ def _project(layer: Attention, tokens: packing.Unpacked) -> tuple[Tensor, Tensor
         q, stored = latent.project(layer, tokens)
         return q, stored, stored[..., :0]  # a cache holds no values beside them
     q, k = project(layer.q_proj, tokens.x), project(layer.k_proj, tokens.source)
-    v = project(layer.v_proj, tokens.source)
+    v = project(layer.v_proj, tokens.of_values)
     place = None if layer.qk_norm is None else (layer.qk_norm.over, layer.qk_norm.place)
     if place == ("width", "before"):
         q, k = _normalise(layer, q, k)
@@ -132,7 +132,7 @@ def _project_stages(
         normed_q, normed_k = _normalise(layer, q, k)
     if (bound := layer.clip) is not None:
         normed_q, normed_k = (x.clamp(-bound, bound) for x in (normed_q, normed_k))
-    v, rotated = split_heads(layer.v_proj(tokens.source), heads=counts[1]), product.matrix
+    v, rotated = split_heads(layer.v_proj(tokens.of_values), heads=counts[1]), product.matrix
     tensors = (q, k, v, normed_q, normed_k, rotated.q, rotated.k)
     return dict(zip(stages_of(layer.spec), tensors, strict=False))
 
@@ -221,6 +221,7 @@ class Attention(base.AttentionBase):
         x: Float[Tensor, "batch queries embed_dim"],
         source: Float[Tensor, "batch keys source_dim"] | None = None,
         *,
+        value_source: Float[Tensor, "batch keys source_dim"] | None = None,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
         gate: Float[Tensor, "*batch heads"] | None = None,
@@ -236,6 +237,7 @@ class Attention(base.AttentionBase):
         Args:
             x: (batch, queries, embed_dim), the input of queries, and by default of keys and values.
             source: (batch, keys, source_dim), the input of keys and values in cross attention.
+            value_source: as ``source``, for values alone: DETR adds places to keys, not to values.
             mask: which keys each query may attend to; combined with the layer's window.
             score_bias: added to the scores, and to the layer's own score bias.
             gate: a factor for each head's outputs, (heads,) or (batch, heads); 1 by default. Its
@@ -251,7 +253,7 @@ class Attention(base.AttentionBase):
             MaskError: a mask or a score bias for other sizes, or one that a cache cannot take.
             OptionError: a source missing or not allowed, another layer's or a full cache.
         """
-        call = self._prepare_call(x, source, mask, score_bias, cache, gate, positions)
+        call = self._prepare_call(x, source, mask, score_bias, cache, gate, positions, value_source)
         tokens = packing.select_packing(call)
         matrix, v, expand = _product_of_call(self, tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
@@ -273,6 +275,7 @@ class Attention(base.AttentionBase):
         x: Float[Tensor, "batch queries embed_dim"],
         source: Float[Tensor, "batch keys source_dim"] | None = None,
         *,
+        value_source: Float[Tensor, "batch keys source_dim"] | None = None,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
         positions: Shaped[Tensor, "*axes queries"] | None = None,
@@ -281,7 +284,9 @@ class Attention(base.AttentionBase):
 
         Arguments and errors as in ``forward``, here and in the readings below.
         """
-        call = self._prepare_call(x, source, mask, score_bias, positions=positions)
+        call = self._prepare_call(
+            x, source, mask, score_bias, positions=positions, value_source=value_source
+        )
         return _product_of_call(self, packing.Unpacked.of(call), call).matrix
 
     @_explain_call
@@ -290,12 +295,15 @@ class Attention(base.AttentionBase):
         x: Float[Tensor, "batch queries embed_dim"],
         source: Float[Tensor, "batch keys source_dim"] | None = None,
         *,
+        value_source: Float[Tensor, "batch keys source_dim"] | None = None,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
         positions: Shaped[Tensor, "*axes queries"] | None = None,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return weights @ v for each head, after the output gate: the projection's input."""
-        call = self._prepare_call(x, source, mask, score_bias, positions=positions)
+        call = self._prepare_call(
+            x, source, mask, score_bias, positions=positions, value_source=value_source
+        )
         tokens = packing.Unpacked.of(call)
         outputs = _product_of_call(self, tokens, call).head_outputs()
         return _finish_outputs(self, outputs, tokens.x)
@@ -306,6 +314,7 @@ class Attention(base.AttentionBase):
         x: Float[Tensor, "batch queries embed_dim"],
         source: Float[Tensor, "batch keys source_dim"] | None = None,
         *,
+        value_source: Float[Tensor, "batch keys source_dim"] | None = None,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
         positions: Shaped[Tensor, "*axes queries"] | None = None,
@@ -315,7 +324,9 @@ class Attention(base.AttentionBase):
         Projections and norms are called as modules. Rotated queries and keys, weights and head
         outputs are those of `matrix`; the output is that of ``forward``.
         """
-        call = self._prepare_call(x, source, mask, score_bias, positions=positions)
+        call = self._prepare_call(
+            x, source, mask, score_bias, positions=positions, value_source=value_source
+        )
         tokens = packing.Unpacked.of(call)
         product = _product_of_call(self, tokens, call)
         matrix, before = product.matrix, _project_stages(self, tokens, product)
@@ -323,7 +334,8 @@ class Attention(base.AttentionBase):
         options = {"scale": matrix.scale, "softcap": matrix.softcap}
         logits = scores(q, k, mask=matrix.mask, score_bias=matrix.score_bias, **options)
         with evaluation_mode(self):
-            output = self(x, source, mask=mask, score_bias=score_bias, positions=positions)
+            given: Any = {"mask": mask, "score_bias": score_bias, "positions": positions}
+            output = self(x, source, value_source=value_source, **given)
         outputs = _finish_outputs(self, product.head_outputs(), tokens.x)
         after = {"scores": logits, "weights": matrix.dense(), "head outputs": outputs}
         return before | after | {"output": output}
@@ -334,6 +346,7 @@ class Attention(base.AttentionBase):
         x: Float[Tensor, "batch queries embed_dim"],
         source: Float[Tensor, "batch keys source_dim"] | None = None,
         *,
+        value_source: Float[Tensor, "batch keys source_dim"] | None = None,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
         positions: Shaped[Tensor, "*axes queries"] | None = None,
@@ -344,7 +357,7 @@ class Attention(base.AttentionBase):
         sharding apply.
         """
         options: Any = {"mask": mask, "score_bias": score_bias, "positions": positions}
-        outputs = self.head_outputs(x, source, **options)
+        outputs = self.head_outputs(x, source, value_source=value_source, **options)
         bias = self.out_proj(torch.zeros_like(outputs[:1, :, :1]).transpose(1, 2).flatten(2))
         # Fill, do not multiply by 0: an infinite head would make the others NaN.
         here = range(self.num_heads) if self.part is None else self.part.heads
@@ -361,6 +374,7 @@ class Attention(base.AttentionBase):
         x: Float[Tensor, "batch queries embed_dim"],
         source: Float[Tensor, "batch keys source_dim"] | None = None,
         *,
+        value_source: Float[Tensor, "batch keys source_dim"] | None = None,
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
         positions: Shaped[Tensor, "*axes queries"] | None = None,
@@ -370,7 +384,9 @@ class Attention(base.AttentionBase):
 
         A ``cache`` holds the same tokens afterwards.
         """
-        call = self._prepare_call(x, source, mask, score_bias, cache, positions=positions)
+        call = self._prepare_call(
+            x, source, mask, score_bias, cache, positions=positions, value_source=value_source
+        )
         tokens = packing.select_packing(call)
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             matrix, v, _ = _product_of_call(self, tokens, call)
@@ -530,10 +546,13 @@ class Attention(base.AttentionBase):
         cache: Cache | None = None,
         gate: Tensor | None = None,
         positions: Tensor | None = None,
+        value_source: Tensor | None = None,
     ) -> packing.CallInputs:
         checks.check_tokens("x", x, self.embed_dim, checks.X_AXES, self.q_proj)
         if source is not None or self.source_dim != self.embed_dim:
             checks.check_source(self, x, source)
+        if value_source is not None:
+            checks.check_value_source(self, x if source is None else source, value_source, cache)
         mask = NO_MASK if mask is None else require_mask_type(mask, "mask=")
         bias = NO_BIAS if score_bias is None else require_score_bias_type(score_bias, "score_bias=")
         if self.window is not None:
@@ -547,7 +566,7 @@ class Attention(base.AttentionBase):
             checks.check_gate(gate, x, self.num_heads)
         places = checks.read_positions(self, x, positions, cache)
         call = packing.CallInputs(
-            x, x if source is None else source, mask, bias, cache, gate, places
+            x, x if source is None else source, mask, bias, cache, gate, places, value_source
         )
         call = call._replace(is_packable=self.place_tables is None)
         return call if self.part is None else call.prepare_tensors_for_part(self.part)

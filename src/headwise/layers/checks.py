@@ -104,6 +104,27 @@ def check_source(layer: AttentionBase, x: Tensor, source: Tensor | None) -> None
             refuse_in_cross_attention(name, getattr(layer, name), "a source")
 
 
+def check_value_source(
+    layer: AttentionBase, source: Tensor, values: Tensor, cache: Cache | None
+) -> None:
+    """Raise unless an input of values fits the layer and the input of keys."""
+    check_tokens("value_source", values, layer.source_dim, SOURCE_AXES, layer.v_proj)
+    if values.shape[:2] != source.shape[:2]:
+        raise ShapeError(
+            saw=f"value_source {describe_sizes(values, SOURCE_AXES)} for keys of "
+            f"{describe_sizes(source, SOURCE_AXES)}",
+            needed="as many tokens: each key has one value",
+            do="give the input of keys and that of values from the same tokens",
+        )
+    if (other := "a cache" if cache is not None else layer.latent) is not None:
+        raise OptionError(
+            saw=f"value_source= with {other}",
+            needed="keys and values of one input"
+            + (": both come from the latent" if cache is None else ", x, that a cache adds to"),
+            do="leave out value_source",
+        )
+
+
 def check_cache_owner(cache: Cache, identity: str, *, crosses: bool) -> None:
     if not isinstance(cache, Cache):
         raise OptionError(
@@ -240,7 +261,7 @@ def check_mask_and_bias(call: packing.CallInputs, *, heads: int, keys: int) -> N
 
 _SELF = ArgumentAdvice(
     "x, which queries, keys and values are projected from, and a source for cross attention",
-    "layer(x), or layer(x, source)",
+    "layer(x), layer(x, source), or layer(x, source, value_source=v)",
 )
 _WEIGHTS = "the output alone: the weights are read from layer.matrix(x)"
 _CAUSAL = ArgumentAdvice("a mask", "mask=Mask.causal()")
@@ -304,8 +325,5 @@ def advice_on_positional_call_arguments(values: tuple[Any, ...]) -> ArgumentAdvi
         return ArgumentAdvice(
             _SELF.needed, "layer(query, key): keys and values come from one source"
         )
-    return ArgumentAdvice(
-        _SELF.needed,
-        "layer(x, source) where key and value are one tensor; else project them yourself and use "
-        "AttentionMatrix(q, k) @ v",
-    )
+    keys = "query" if query is key else "query, key"
+    return ArgumentAdvice(_SELF.needed, f"layer({keys}, value_source=value)")

@@ -46,6 +46,7 @@ class CallInputs(NamedTuple):
     gate: Tensor | None = None
     places: Tensor | None = None  # the caller's positions, (batch, queries, axes)
     is_packable: bool = True  # False if the layer adds a dense bias to the scores
+    value_source: Tensor | None = None  # the input of values; None for that of keys
 
     def prepare_tensors_for_part(self, part: HeadPart) -> CallInputs:
         tensors = self.score_bias.all_tensors()
@@ -53,6 +54,8 @@ class CallInputs(NamedTuple):
         inputs = {"x": self.x} | biases
         if self.source is not self.x:
             inputs["source"] = self.source
+        if self.value_source is not None:
+            inputs["value_source"] = self.value_source
         if self.gate is not None:
             inputs["gate"] = self.gate
         inputs = part.check_inputs_and_sum_gradients(inputs)
@@ -62,6 +65,7 @@ class CallInputs(NamedTuple):
             source=inputs.get("source", inputs["x"]),
             score_bias=self.score_bias.map_tensors(lambda _: inputs[next(names)]),
             gate=part.cut_channels(inputs["gate"], dim=-1) if "gate" in inputs else None,
+            value_source=inputs.get("value_source"),
         )
 
 
@@ -80,6 +84,12 @@ class Unpacked:
     places: Tensor | None = None  # the caller's positions of these tokens, (batch, length, axes)
     reached: Tensor | None = None  # lengths of the sequences, for frequencies that change with them
     last: Tensor | None = None  # (batch,), tokens up to the last real one; None for all
+    value_source: Tensor | None = None  # see CallInputs
+
+    @property
+    def of_values(self) -> Tensor:
+        """The input of values."""
+        return self.source if self.value_source is None else self.value_source
 
     def positions(self) -> Tensor:
         """Return the position of each token in its sequence: (length,), or (batch, length).
@@ -119,10 +129,10 @@ class Unpacked:
 
         ``padding`` is left padding, or None.
         """
-        x, source, mask = call.x, call.source, call.mask
+        x, source, mask, values = call.x, call.source, call.mask, call.value_source
         clauses = tuple(c for kind in _STATES_PADDING for c in mask.clauses_of_kind(kind))
         if not clauses:
-            return Unpacked(x, source, mask, places=call.places)
+            return Unpacked(x, source, mask, places=call.places, value_source=values)
         sizes = {"batch": x.shape[0], "heads": 1, "queries": x.shape[1], "keys": source.shape[1]}
         bound = Mask(clauses).bind(**sizes, device=x.device)
         queries, keys = bound.stated_tokens(QUERIES), bound.stated_tokens(KEYS)
@@ -132,11 +142,12 @@ class Unpacked:
         elif queries is not None and keys is not None:
             x = source = zero_padding(x, queries | keys)
             is_zeroed = may_check_values(queries) and torch.equal(queries, keys)
+        values = None if values is None else zero_padding(values, keys)
         padding, last = bound.first_real_keys(), None
         if (real := queries if keys is None or keys is queries else keys) is not None:
             last = (real * torch.arange(1, real.shape[1] + 1, device=real.device)).amax(1)
         given: dict[str, Any] = {"padding": padding, "last": last, "places": call.places}
-        return Unpacked(x, source, mask, is_zeroed=is_zeroed, **given)
+        return Unpacked(x, source, mask, is_zeroed=is_zeroed, value_source=values, **given)
 
 
 def select_packing(call: CallInputs) -> Unpacked:
@@ -144,7 +155,7 @@ def select_packing(call: CallInputs) -> Unpacked:
     if call.cache is not None:
         return left_pad_tokens(call, call.cache)
     if not call.mask.clauses:
-        return Unpacked(call.x, call.source, call.mask, places=call.places)
+        return Unpacked.of(call)
     # An attention hook gets the batch of the call, not packed tokens.
     packed = pack_real_tokens(call) if _is_packable(call) and not has_attention_hook() else None
     return packed or Unpacked.of(call)
@@ -230,6 +241,8 @@ def pack_real_tokens(call: CallInputs) -> Packed | None:
     mask = Mask((*division.rest.clauses, PackedRow(offsets, key_offsets)))
     packed = Packed(packed_x, source, mask, 0, bound.first_real_keys())
     packed.pieces, packed.batch, packed.queries = pieces, batch, queries
+    if call.value_source is not None:
+        packed.value_source = _pack_rows(call.value_source, [(p.batch, p.keys) for p in pieces])
     if call.places is not None:
         packed.places = _pack_rows(call.places, [(p.batch, p.queries) for p in pieces])
         packed.last = call.places.amax((1, 2)) + 1
