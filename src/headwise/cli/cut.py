@@ -210,7 +210,7 @@ class _Command:
             self._report_plan(plan, opened.journal)
             return
         with output.progress_bar(console, "measuring") as progress:
-            result = plan.measure(progress)
+            result = plan.measure(progress, share=True)
             written = opened.write(result.cut, progress)
             difference = opened.check(result.cut, result.model)
         loading = self._list_loading_lines(result.model, written)

@@ -86,7 +86,7 @@ class PruningPlan:
 
     def values_to_fit(self) -> Tensor:
         """Return the quality of each sequence to fit on after this cut, without a refit."""
-        return self.quality.values(cut_model(self.cut, self.heads.model), self.data.fit)
+        return self.quality.values(self._made(self.cut), self.data.fit)
 
     @property
     def gone(self) -> dict[str, list[int]]:
@@ -98,11 +98,15 @@ class PruningPlan:
         """The heads that go, without fitted numbers."""
         return cut_heads(self.heads, self.gone, None if self.repair == "zero" else self.means)
 
-    def measure(self, progress: Progress = no_progress) -> Pruning:
+    def _made(self, cut: Cut) -> Any:
+        return cut_model(cut, self.heads.model, share=True)
+
+    def measure(self, progress: Progress = no_progress, *, share: bool = False) -> Pruning:
         """Fit the repair, make the cut, and measure it and the curve on held-out data.
 
         Args:
             progress: called with (stage, steps done, steps in all).
+            share: see `headwise.surgery.cut_model`.
         """
         cut, decisions = self.cut, dict[str, Decision]()
         model, held_out = self.heads.model, self.data.held_out
@@ -110,7 +114,7 @@ class PruningPlan:
             recorded = record_moments(model, self.data.fit, progress=progress)
             sums = {name: recorded[label] for name, label in self.names.items()}
             cut, decisions = refit_heads(self.heads, self.gone, sums)
-        made = cut_model(cut, model)
+        made = cut_model(cut, model, share=share)
         before, after, moved = self.quality.change(model, made, held_out)
         curve = self._curve(before, progress)
         return Pruning(self, cut, made, decisions, before, after, moved, curve)
@@ -131,7 +135,7 @@ class PruningPlan:
         return tuple(points)
 
     def _measure_cut(self, gone: dict[str, list[int]], means: dict[str, Tensor] | None) -> float:
-        model = cut_model(cut_heads(self.heads, gone, means, zeroed=True), self.heads.model)
+        model = self._made(cut_heads(self.heads, gone, means, zeroed=True))
         return float(self.quality.values(model, self.data.held_out).mean())
 
     def table(self) -> list[dict[str, Any]]:

@@ -83,13 +83,18 @@ def _require_plain(layer: Attention) -> None:
         )
 
 
-def cut_model(cut: Cut, model: nn.Module) -> Any:
+def cut_model(cut: Cut, model: nn.Module, *, share: bool = False) -> Any:
     """Return a copy of a model with the heads that a cut leaves.
 
     The given model stays as it is. The copy has the same class; its attention modules have other
     sizes. Its config states them if it can, so that save_pretrained writes a folder that
     transformers loads; else it stays that of the original, and `headwise.surgery.write` has other
     forms. A layer of headwise is replaced as a whole, see `headwise.surgery.cut_layer`.
+
+    Args:
+        cut: of layers by their names in the model.
+        model: a model of transformers, or a module made of layers of headwise.
+        share: True to hold the tensors that do not change in common with the given model.
 
     Raises:
         OptionError: a model or a cut that cannot be cut; see `ModelHeads`.
@@ -98,8 +103,10 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
     """
     heads = ModelHeads(model)
     fitted = heads.fit(cut)
+    tensors = (*model.parameters(), *model.buffers()) if share else ()
+    shared = {id(tensor): tensor for tensor in tensors}
     if heads.layers:
-        made: Any = copy.deepcopy(model)
+        made: Any = copy.deepcopy(model, shared)
         for name, layer in fitted:
             smaller = cut_layer(layer, heads.layers[name])
             if not name:  # the model is the layer
@@ -112,7 +119,7 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
         state = states.get(name) or heads.canonical(name)
         states[name] = add_biases(state, biases)
     changed = heads.pack(states)
-    made = copy.deepcopy(model)
+    made = copy.deepcopy(model, shared)
     resize(made, heads, fitted, changed)
     if config.obstacle:
         return made

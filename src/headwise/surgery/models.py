@@ -212,6 +212,8 @@ def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, 
         path, _, local = full.rpartition(".")
         owner: Any = model.get_submodule(path)
         before = getattr(owner, local, None)
+        if before is not None and not before.is_meta and torch.equal(before, tensor):
+            continue
         requires_grad = (owner.weight if before is None else before).requires_grad
         setattr(owner, local, nn.Parameter(tensor.detach(), requires_grad=requires_grad))
         if local != "weight":

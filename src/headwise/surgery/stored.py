@@ -144,8 +144,10 @@ class StoredSubject:
             even = plan.evenly()
         if even is plan:
             why = why or "as many heads of each layer are more than may go"
-        before = plan.quality.values(self.stored.model, self.fit)
-        free, same = (each.values_to_fit() - before for each in (plan, even))
+        quality, model = plan.quality, self.stored.model
+        before = 1.0 if quality.is_likeness else quality.values(model, self.fit)
+        free = plan.values_to_fit() - before
+        same = free if even is plan else even.values_to_fit() - before
         losses = (
             f"quality on the sequences to choose on: {float(free.mean()):+.4f}, "
             f"{describe_interval(free)}; with the same number in each layer "
@@ -195,7 +197,7 @@ class StoredSubject:
         or with the cut ``model`` in memory, where no cut of the original's sizes is the same.
         """
         with suppress(OptionError):
-            model = cut_model(full_size(cut, in_place=True), self.stored.model)
+            model = cut_model(full_size(cut, in_place=True), self.stored.model, share=True)
         inputs = {name: x[:2] for name, x in self.held_out[0].items()}
         trusted = self.trust_remote_code
         return check_folder(self.target, model, inputs, trust_remote_code=trusted)
