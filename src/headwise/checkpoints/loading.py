@@ -25,6 +25,7 @@ from headwise.checkpoints.attention import (
 from headwise.checkpoints.config import layout_in_layer, resolve
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.fields import Config, ConfigFields
+from headwise.checkpoints.places import has_heads
 from headwise.checkpoints.proof import (
     Probe,
     ProbedClass,
@@ -560,7 +561,7 @@ def _select_module(
     source: CheckpointSource, layout: Layout, layer: int, prefix: str | None
 ) -> tuple[NamedModule, list[NamedModule]]:
     """Return the module of a layer or of a prefix, and all modules of the layout."""
-    modules = find_modules(layout, source.headers)
+    modules = [m for m in find_modules(layout, source.headers) if has_heads(m, source.headers)]
     if not modules:
         obstacle = registry.find_obstacle(source.headers)
         why = "" if obstacle is None else f": {obstacle.reason}"

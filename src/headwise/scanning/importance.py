@@ -233,8 +233,8 @@ def ablations(
 
     Each input runs once with all heads and once without each head: from the layer's block on, where
     such a run of the first input with all heads gives the same losses to the bit. ``by="mean"``
-    runs each input once more before that. The model runs in evaluation mode without gradients, and keeps its mode
-    and settings.
+    runs each input once more before that. The model runs in evaluation mode without gradients, and
+    keeps its mode and settings.
 
     Args:
         model: as for `headwise.scan`.

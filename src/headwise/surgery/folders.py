@@ -61,9 +61,15 @@ from headwise.scanning.labels import FORM, RECORD
 from headwise.support.arguments import require_choice
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import human_bytes, list_some
-from headwise.surgery.code import FILE, dump_config, make_code_config, state_pruned_heads
+from headwise.surgery.code import (
+    FILE,
+    dump_config,
+    make_code_config,
+    pack_code,
+    state_pruned_heads,
+)
 from headwise.surgery.cut import Cut, LayerCut, full_size
-from headwise.surgery.models import HeadPlaces, ModelHeads, pack, pack_in_memory, resize
+from headwise.surgery.models import HeadPlaces, ModelHeads, pack, resize
 from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
 from headwise.surgery.steps import Merge
 
@@ -179,9 +185,10 @@ class FolderPlan:
         stored = self.stored
         layer = self.cut.layers.get(name) or stored.heads.whole().layers[name]
         state = add_biases(stored.cut(name, layer), self.config.biases.get(name, ()))
-        place = stored.places[name]
-        packing = pack_in_memory if self.form == "code" else pack
-        return packing(place, state, place.sizes(stored.source.headers))
+        place, headers = stored.places[name], stored.source.headers
+        if self.form == "code":
+            return pack_code(place, state, headers, is_off=name in self.config.without)
+        return pack(place, state, place.sizes(headers))
 
 
 def plan_folder(
