@@ -102,8 +102,8 @@ class SelectedLayers:
 
     def __init__(self, layers: Layers, heads: Heads = None) -> None:
         self._patterns = normalise_layers_option(layers)
-        by_layer = heads if isinstance(heads, Mapping) else {}
-        self._heads = None if by_layer else normalise_heads_option(heads)
+        by_layer, of_all = (heads, None) if isinstance(heads, Mapping) else ({}, heads)
+        self._heads = normalise_heads_option(of_all)
         self._by_layer = {name: normalise_heads_option(each) for name, each in by_layer.items()}
         self._seen: dict[str, LayerScan | None] = {}  # None for a layer that is not selected
         self._numbers: dict[str, tuple[int, ...]] = {}  # of all heads of each layer, in its order

@@ -197,17 +197,22 @@ class Pruning(Measured):
     def __str__(self) -> str:
         return "\n".join([str(self.plan), *self.result_lines()])
 
-    def result_lines(self) -> list[str]:
-        """Return what was measured, in lines."""
+    @property
+    def way(self) -> str:
+        """What stands in for the heads that are gone, in words."""
         fitted = sum(each.ridge is not None for each in self.decisions.values())
         total = len(self.decisions)
         refits = f": fitted in {fitted} of {total} layers" if total else ""
+        return REPAIRED[self.plan.repair] + refits
+
+    def result_lines(self) -> list[str]:
+        """Return what was measured, in lines."""
         # The curve is by the plan's repair; the chosen number has what the cut gives.
         way = "zero" if self.plan.repair == "zero" else "mean"
         after = float(self.after.mean())
         values = [after if point.is_chosen else getattr(point, way) for point in self.curve]
         lines = [
-            REPAIRED[self.plan.repair] + refits,
+            self.way,
             *self.quality_lines(self.plan.quality, self.plan.data),
             "heads kept:    "
             + " ".join(f"{mark(point.kept, is_chosen=point.is_chosen):>7}" for point in self.curve),

@@ -158,6 +158,11 @@ class Regrouping(Measured):
         """The merge of each layer."""
         return self.plan.cut
 
+    @property
+    def way(self) -> str:
+        """How kv heads became one, in words."""
+        return WORDS[self.plan.how]
+
     def __str__(self) -> str:
         return "\n".join([str(self.plan), *self.result_lines()])
 

@@ -10,7 +10,6 @@ import copy
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,12 @@ from headwise.checkpoints import config as configs
 from headwise.checkpoints.config import CUT
 from headwise.checkpoints.places import Place
 from headwise.checkpoints.skeleton import list_run_errors
-from headwise.checkpoints.transformers import CONFIG, list_auto_classes, make_empty_model
+from headwise.checkpoints.transformers import (
+    CONFIG,
+    cut_classes,
+    list_auto_classes,
+    make_empty_model,
+)
 from headwise.errors import OptionError
 from headwise.function.weights import HEADS, State
 from headwise.layouts.plan import TensorHeader
@@ -110,7 +114,7 @@ def _leave_out(model: nn.Module, place: Place) -> dict[str, Any]:
     parts: dict[str, Any] = {**dict(module.named_parameters(recurse=False)), **module._modules}
     gone = {name: None for name in parts if name != output and _has_weights(parts[name])}
     sizes = {**gone, "output_name": output, "forward": "no_heads"}
-    import_module("headwise.checkpoints.modeling_cut").resize(module, sizes)
+    cut_classes().resize(module, sizes)
     return {owner: sizes}
 
 

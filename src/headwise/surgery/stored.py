@@ -27,6 +27,7 @@ from headwise.support.text import describe_count
 from headwise.surgery._prune import PruningPlan, plan_prune, require_share
 from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
 from headwise.surgery.choice import By, Journal, Take
+from headwise.surgery.costs import Costs
 from headwise.surgery.cut import Cut, LayerCut, full_size
 from headwise.surgery.fit import Repair
 from headwise.surgery.folders import (
@@ -189,6 +190,13 @@ class StoredSubject:
         written = write(cut, self.folder, self.target, **options, progress=progress)
         self.journal.unlink(missing_ok=True)
         return written
+
+    def measure_costs(self, heads: ModelHeads, cut: Cut, model: Any, written: Written) -> Costs:
+        """Measure a run of the largest held-out input; ``model`` is the cut one."""
+        if written.form == "full":
+            model = cut_model(full_size(cut), self.stored.model, share=True)
+        nbytes, models = (written.nbytes_before, written.nbytes), (self.stored.model, model)
+        return Costs.measure(models, heads.specs, self.held_out[-1], nbytes)
 
     def check(self, cut: Cut, model: Any) -> float:
         """Load the folder in a new process; return the largest difference of its outputs.
