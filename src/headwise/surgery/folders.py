@@ -595,7 +595,7 @@ def _pair_places(folder: Path, heads: HeadPlaces, files: list[Place]) -> dict[st
     by_name = {place.name: place for place in files}
     by_number = {_number(place): place for place in files}
     paired = {
-        name: match
+        name: replace(match, head_dim=match.head_dim or place.head_dim)
         for name, place in heads.places.items()
         if (match := by_name.get(name) or by_number.get(_number(place))) is not None
     }
