@@ -211,7 +211,7 @@ class _Command:
         with output.progress_bar(console, "measuring") as progress:
             result = plan.measure(progress, share=True)
             written = opened.write(result.cut, progress)
-            difference = opened.check(result.cut, result.model)
+            difference = opened.check(result.cut)
             costs = opened.measure_costs(plan.heads, result.cut, result.model, written)
         loading = self._list_loading_lines(result.model, written)
         facts = [str(costs), f"form {written.form}", result.way, f"headwise.surgery.{call}"]

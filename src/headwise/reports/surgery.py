@@ -12,6 +12,7 @@ from headwise.reports.pictures import LINE, SERIES, SOFT, draw_svg
 from headwise.reports.report import library_versions
 from headwise.reports.templates import secure_page, template_environment
 from headwise.surgery._prune import Pruning
+from headwise.surgery.quality import describe_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,6 +70,7 @@ def render_cut(
             commands=commands,
             facts=facts,
             change=result.change,
+            interval=describe_interval(result.after - result.before),
             means=(float(result.before.mean()), float(result.after.mean())),
             version=versions["headwise"],
             torch=versions["torch"],

@@ -268,6 +268,12 @@ def plan_prune(
     recorded = mean_outputs(model, data.fit)
     names = match_names(heads, recorded)
     means = {name: recorded[label] for name, label in names.items()}
+    if broken := [name for name, mean in means.items() if not bool(mean.isfinite().all())]:
+        raise OptionError(
+            saw=f"head outputs that are not finite, first in {broken[0]}",
+            needed="finite weights and inputs",
+            do="load the model again; NaN in one weight reaches every later layer",
+        )
     effects = HeadEffects(
         heads, names, data.fit, quality, None if repair == "zero" else means, progress, journal
     )

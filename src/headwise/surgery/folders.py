@@ -13,7 +13,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -69,6 +71,7 @@ from headwise.surgery.code import (
     state_pruned_heads,
 )
 from headwise.surgery.cut import Cut, LayerCut, full_size
+from headwise.surgery.memory import cut_model
 from headwise.surgery.models import HeadPlaces, ModelHeads, pack, resize
 from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
 from headwise.surgery.steps import Merge
@@ -307,6 +310,7 @@ def write(
     *,
     form: Wanted = "auto",
     trust_remote_code: bool = False,
+    inputs: Mapping[str, Tensor] | None = None,
     progress: Progress = no_progress,
 ) -> Written:
     """Write a cut of a stored model into a new folder; the source stays as it is.
@@ -323,6 +327,8 @@ def write(
             for the first of these that can be; "full" for the model at its size, with zeros for
             what is gone; "headwise" for a folder that `load` opens.
         trust_remote_code: True to run code in the folder of the source.
+        inputs: arguments of the model, by name, to check the folder as `headwise prune` does: a new
+            process loads it, and `check_cut` compares it with the original. None for no check.
         progress: called with a file's name, the bytes done, and the bytes in all.
 
     Raises:
@@ -336,6 +342,9 @@ def write(
     target = require_usable_target(stored, Path(target), "safetensors")
     options = plan.form, plan.config.values, output.beside
     write_target(WritePlan(stored, target, output, options), progress)
+    if inputs is not None:
+        original, _ = read_model(Path(source), trust_remote_code=trust_remote_code)
+        check_cut(target, plan.cut, original.eval(), inputs, trust_remote_code=trust_remote_code)
     return Written(target, plan.form, plan.config.changes, plan.nbytes, plan.nbytes_before)
 
 
@@ -372,7 +381,18 @@ def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     stored = {n for name in fitted.layers for n in places[name].module.tensors}
     _require_all(folder, info, frozenset(stored | changed.keys()))
     resize(model, heads, fitted, changed)
+    vars(model)["save_pretrained"] = partial(_save_of_headwise, model)
     return model.eval()
+
+
+def _save_of_headwise(model: Any, *given: Any, **options: Any) -> None:
+    """Save a model of the form "headwise" as its class does, and warn."""
+    warnings.warn(
+        "nothing loads this folder: its config.json does not state the sizes of the heads. Write "
+        'the cut in the form "code" before tuning: headwise.surgery.write(..., form="code")',
+        stacklevel=2,
+    )
+    type(model).save_pretrained(model, *given, **options)
 
 
 def _read_cut_place(
@@ -474,6 +494,25 @@ with torch.no_grad():
     output = model(**load_file(given))[0]
 save_file({"output": output.contiguous()}, made)
 """
+
+
+def check_cut(
+    folder: Path,
+    cut: Cut,
+    original: Any,
+    inputs: Mapping[str, Tensor],
+    *,
+    trust_remote_code: bool = False,
+) -> float:
+    """Compare a written folder with the original; see `check_folder`.
+
+    Output projections of the original are set to zero where heads are gone. A cut that no change of
+    the original's size equals is compared with the same cut in memory.
+    """
+    with suppress(OptionError):
+        cut = full_size(cut, in_place=True)
+    model = cut_model(cut, original, share=True)
+    return check_folder(folder, model, inputs, trust_remote_code=trust_remote_code)
 
 
 def check_folder(

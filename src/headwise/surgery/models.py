@@ -50,7 +50,9 @@ class HeadPlaces:
             raise OptionError(
                 saw=f"a {type(model).__name__} without a config",
                 needed="a model of transformers",
-                do="cut single layers of headwise: headwise.surgery.cut_layer",
+                do="pass the model that it wraps: model.module"
+                if isinstance(getattr(model, "module", None), nn.Module)
+                else "cut single layers of headwise: headwise.surgery.cut_layer",
             )
         self.config: dict[str, Any] = dict(to_dict())
         places = find_model_places(model)
@@ -290,7 +292,8 @@ def _require_plain_weights(state: Mapping[str, Tensor]) -> None:
             do="merge the adapters first: model = model.merge_and_unload()",
         )
     quantised = registry.find_quantisation(state.keys())
-    packed = [name for name, x in state.items() if name.endswith("weight") and not _is_real(x)]
+    weights = {n: x for n, x in state.items() if n.endswith(("weight", "_packed_params"))}
+    packed = [name for name, x in weights.items() if not _is_real(x)]
     if quantised is not None or packed:
         raise OptionError(
             saw=f"a model with quantised weights: {quantised.reason}"
@@ -299,7 +302,7 @@ def _require_plain_weights(state: Mapping[str, Tensor]) -> None:
             needed="weights in floating point",
             do="load the model before quantisation, cut it, and quantise it then",
         )
-    devices = sorted({str(x.device) for x in state.values()})
+    devices = sorted({str(x.device) for x in state.values() if isinstance(x, Tensor)})
     if len(devices) > 1 or devices == ["meta"]:
         raise DeviceError(
             saw=f"a model on {', '.join(devices)}",
@@ -308,5 +311,5 @@ def _require_plain_weights(state: Mapping[str, Tensor]) -> None:
         )
 
 
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and type(tensor) in (Tensor, nn.Parameter)
+def _is_real(tensor: Any) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_floating_point()

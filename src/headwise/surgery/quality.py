@@ -332,13 +332,14 @@ class Measured(ABC):
     def quality_values(self, quality: Quality, data: Data) -> dict[str, Any]:
         """Return the same numbers by name."""
         change, low, high = self.change
+        ends = {"low": low, "high": high} if len(self.after) >= FEW else {"low": None, "high": None}
         return {
             "measure": quality.title,
             "sequences": len(self.after),
             "held_out": data.note,
             "before": float(self.before.mean()),
             "after": float(self.after.mean()),
-            "change": {"mean": change, "low": low, "high": high},
+            "change": {"mean": change, **ends},
             "moved": None if math.isnan(self.moved) else self.moved,
             "guess": quality.guess,
         }
