@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 from headwise.checkpoints import load_attention
 from headwise.cli import app
-from headwise.errors import HeadwiseError, OptionError
+from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.models.text import read_sentences
 from headwise.surgery import Cut, ModelHeads, check_folder, cut_model, load, write
-from headwise.surgery.folders import find_loader, output_budget
+from headwise.surgery.folders import check_cut, find_loader, output_budget
 from tests.quick import others_slow
 from tests.root import ROOT
 from tests.surgery.families import FAMILIES as SMALL
@@ -307,6 +307,23 @@ def test_a_class_that_counts_heads_elsewhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="Phi3ForCausalLM, which does not run at these sizes"):
         write(cut_of(model, mean=False), tmp_path / "source", tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
+
+
+def test_towers_of_two_widths_are_cut_and_checked(tmp_path: Path) -> None:
+    picture = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    picture |= {"intermediate_size": 64, "image_size": 16, "patch_size": 8}
+    towers = {"text_config": SIZES, "vision_config": picture}
+    model = made("CLIPModel", **towers, projection_dim=16)()
+    model.save_pretrained(tmp_path / "source")
+    cut = Cut({n: each.drop([0, n.count("1")]) for n, each in ModelHeads(model).whole()})
+    assert {each.num_heads for _, each in cut} == {4, HEADS}
+    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(7))
+    given = {**inputs_of(model), "pixel_values": images}
+    assert write(cut, tmp_path / "source", tmp_path / "cut", inputs=given).form == "code"
+    # the check fails for another cut than the one that was written
+    other = Cut({name: each.drop([0]) for name, each in ModelHeads(model).whole()})
+    with pytest.raises(CheckpointError, match="gives other outputs"):
+        check_cut(tmp_path / "cut", other, model, given)
 
 
 def test_the_file_is_short_and_the_same_for_all(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def prune(
     First the plan with its predicted effect, then the measurement on held-out
     lines, the folder and its check in a new process, and a page with the curve.
     To resume an interrupted run, repeat the command: a hidden file beside OUT
-    keeps the effects of layers all of whose heads were measured.
+    keeps the effects of batches of lines with which all heads were measured.
     """
 
     def make_plan(
@@ -294,7 +294,7 @@ def _saying_how_to_resume(journal: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        kept = f"effects of whole layers are in {journal}" if journal.is_file() else "nothing kept"
+        kept = f"effects of whole batches are in {journal}" if journal.is_file() else "nothing kept"
         output.make_console(stderr=True).print(
             f"interrupted; {kept}; to go on, repeat the command", markup=False, soft_wrap=True
         )

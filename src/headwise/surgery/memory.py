@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.errors import OptionError
+from headwise.function.weights import State
 from headwise.layers.attention import Attention
 from headwise.layers.conversion import (
     canonical_state,
@@ -113,12 +114,17 @@ def cut_model(cut: Cut, model: nn.Module, *, share: bool = False) -> Any:
                 return smaller
             made.set_submodule(name.rstrip("."), smaller)
         return made
-    states = heads.read(fitted)
-    config = find_plain_config(heads, states.items())
+    shapes, changed = dict[str, State](), dict[str, Tensor]()
+    for name, layer in fitted:  # one after another, since each is held twice meanwhile
+        state = layer.apply(heads.canonical(name), heads.specs[name])
+        shapes[name] = {tensor: x.to("meta") for tensor, x in state.items()}
+        changed |= heads.pack({name: state})
+    config = find_plain_config(heads, shapes.items())
     for name, biases in ({} if config.obstacle else config.biases).items():
-        state = states.get(name) or heads.canonical(name)
-        states[name] = add_biases(state, biases)
-    changed = heads.pack(states)
+        state = heads.canonical(name)
+        if name in fitted.layers:
+            state = fitted.layers[name].apply(state, heads.specs[name])
+        changed |= heads.pack({name: add_biases(state, biases)})
     made = copy.deepcopy(model, shared)
     resize(made, heads, fitted, changed)
     if config.obstacle:

@@ -191,12 +191,8 @@ class ModelHeads(HeadPlaces):
             return canonical_state(self.layers[name], self.layers[name].state_dict())
         return self.places[name].read(self.state)
 
-    def read(self, cut: Cut) -> dict[str, State]:
-        """Return the canonical tensors of the layers of a fitted cut, by name."""
-        return {name: layer.apply(self.canonical(name), self.specs[name]) for name, layer in cut}
-
     def pack(self, states: Mapping[str, State]) -> dict[str, Tensor]:
-        """Return the tensors of layers by their names in the model."""
+        """Return the tensors of layers that are others than the model's, by their names in it."""
         changed: dict[str, Tensor] = {}
         for name, state in states.items():
             if name in self.layers:
@@ -204,7 +200,11 @@ class ModelHeads(HeadPlaces):
                 changed |= {name + local: tensor for local, tensor in stored.items()}
                 continue
             place = self.places[name]
-            changed |= pack_in_memory(place, state, place.sizes(self.state))
+            packed = pack_in_memory(place, state, place.sizes(self.state))
+            for full, tensor in packed.items():
+                before = self.state.get(full)
+                if before is None or not torch.equal(before, tensor):
+                    changed[full] = tensor
         return changed
 
 
@@ -214,8 +214,6 @@ def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, 
         path, _, local = full.rpartition(".")
         owner: Any = model.get_submodule(path)
         before = getattr(owner, local, None)
-        if before is not None and not before.is_meta and torch.equal(before, tensor):
-            continue
         requires_grad = (owner.weight if before is None else before).requires_grad
         setattr(owner, local, nn.Parameter(tensor.detach(), requires_grad=requires_grad))
         if local != "weight":

@@ -101,7 +101,7 @@ class StoredSubject:
         if self.form == "auto":
             subject, obstacle = self._find_form(shifted, keep, take)
         if subject.form != "auto":
-            subject._require_form(whole, keep, take)
+            subject._require_form(shifted, keep, take)
         plan = plan_prune(
             self.stored.model,
             self.fit,
