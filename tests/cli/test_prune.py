@@ -185,6 +185,11 @@ def test_the_two_ways_on(folders: dict[str, Path], data: Path, tmp_path: Path, f
     assert (values["bytes"] < values["bytes_before"]) == (form == "headwise")
     loaded = headwise.surgery.load(out)
     assert type(loaded) is transformers.BertModel
+    costs = values["costs"]
+    assert costs["nbytes"] == [values["bytes_before"], values["bytes"]]
+    assert costs["parameters"][1] == sum(x.numel() for x in loaded.parameters())
+    assert 0 < costs["attention"][1] < costs["model"][1]
+    assert "interleaved runs" in (tmp_path / "new.html").read_text()
 
 
 @pytest.mark.slow

@@ -24,7 +24,9 @@ def test_the_chosen_number_has_the_result_of_the_cut(pruned: Pruning) -> None:
     others = {value for name, value in values.items() if name != repair}
     assert after not in others
     assert len({after, *others}) == (3 if repair == "refit" else 2)
-    page = render_cut(pruned, "a model")
+    page = render_cut(pruned, "a model", facts=["smaller by a third"])
+    assert "no interval below 10 sequences" in page
+    assert "<li>smaller by a third</li>" in page
     [drawn] = Tree(page).root.all("svg")
     assert f"11 heads: {after}" in drawn.text
     label = drawn.attributes["aria-label"]

@@ -1,5 +1,6 @@
 """Importance by ablation: by hand, what stands in for a head, and how results merge."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -216,11 +217,39 @@ def test_how_many_forward_passes_there_are() -> None:
         passes.clear()
         ablations(model, [inputs, inputs], by=by, loss=linear(upstream), progress=tell)
         total = before + 2 * (1 + 2 * HEADS)
-        assert len(passes) == total
+        assert len(passes) == total + 1  # one tries to begin at the second layer
         assert told[0] == ("all heads", before + 1, total)
         assert told[1] == ("layers.0, head 0", before + 2, total)
         assert [done for _, done, _ in told] == list(range(before + 1, total + 1))
         assert {t for _, _, t in told} == {total}
+
+
+class Aside(OwnToken):
+    """The second layer also reads what the first one was given, beside its output."""
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        held: list[Tensor] = []
+        handle = self.layers[0].q_proj.register_forward_hook(
+            lambda *given: held.append(given[1][0])
+        )
+        x = x + self.layers[0](x)
+        handle.remove()
+        return x + self.layers[1](x + sum(held))
+
+
+def test_layers_below_run_once_where_that_gives_the_same_losses() -> None:
+    _, inputs, _, upstream = setting()
+    for model, is_resumed in ((OwnToken(), True), (Aside(), False)):
+        runs: list[int] = []
+        model.layers[0].out_proj.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        both = ablations(model, inputs, loss=linear(upstream))["ablation_zero"]
+        assert len(runs) == 1 + HEADS + (0 if is_resumed else HEADS)
+        for layer, head in ((0, 1), (1, 3)):
+            without = copy.deepcopy(model).requires_grad_(False)
+            columns = slice(head * VALUE_DIM, (head + 1) * VALUE_DIM)
+            without.layers[layer].out_proj.weight[:, columns] = 0
+            lost = ((without(**inputs) - model(**inputs)) * upstream).sum() / BATCH
+            assert float(both[layer, head]) == pytest.approx(float(lost.detach()), rel=1e-6)
 
 
 def test_ablation_sees_what_a_gradient_does_not() -> None:

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 from headwise.checkpoints import load_attention
 from headwise.cli import app
-from headwise.errors import OptionError
+from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.models.text import read_sentences
 from headwise.surgery import Cut, ModelHeads, check_folder, cut_model, load, write
-from headwise.surgery.folders import output_budget
+from headwise.surgery.folders import check_cut, find_loader, output_budget
 from tests.quick import others_slow
 from tests.root import ROOT
 from tests.surgery.families import FAMILIES as SMALL
@@ -103,9 +103,12 @@ def given_to(model: Any) -> dict[str, Tensor]:
     }
 
 
-def cut_of(model: Any, *, mean: bool) -> Cut:
+def cut_of(model: Any, *, mean: bool, first: bool = True) -> Cut:
+    """Other heads out of each layer; without ``first`` all those of every second one."""
     whole = ModelHeads(model).whole()
     layers = {name: cut.drop(GONE[n % 2]) for n, (name, cut) in enumerate(whole)}
+    if not first:
+        layers |= {name: cut.zero(range(HEADS)) for name, cut in [*whole][::2]}
     shift = torch.linspace(-1, 1, WIDTH)
     return Cut({name: cut.shift(shift) if mean else cut for name, cut in layers.items()})
 
@@ -143,12 +146,14 @@ def assert_same(output: Tensor, expected: Any, given: dict[str, Tensor]) -> None
     output_budget(expected, given).assert_holds(output)
 
 
-def written(family: str, folder: Path, *, mean: bool = True) -> tuple[Any, Cut, Any, Path]:
+def written(
+    family: str, folder: Path, *, mean: bool = True, first: bool = True
+) -> tuple[Any, Cut, Any, Path]:
     """The model, its cut, the model with zeros by hand, and the folder of the form "code"."""
     make, end = FAMILIES[family]
     model = make()
     model.save_pretrained(folder / "source")
-    cut = cut_of(model, mean=mean)
+    cut = cut_of(model, mean=mean, first=first)
     assert write(cut, folder / "source", folder / "cut").form == "code"
     return model, cut, zeroed(model, end, cut, mean=mean), folder / "cut"
 
@@ -198,11 +203,35 @@ def test_every_auto_class_of_the_original_loads(family: str, tmp_path: Path) -> 
         assert all(torch.isfinite(x).all() for x in loaded.state_dict().values())
 
 
+@families
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_layer_whose_heads_are_all_zero_has_no_attention(
+    family: str, mean: bool, tmp_path: Path
+) -> None:
+    model, _, expected, folder = written(family, tmp_path, mean=mean, first=False)
+    given, smaller = given_to(model), load(folder)
+    kind = find_loader(folder, smaller)
+    loaded = getattr(transformers, kind).from_pretrained(folder, trust_remote_code=True).eval()
+    assert_same(output_of(loaded, given), expected, given)
+    assert torch.equal(output_of(copy.deepcopy(smaller), given), output_of(loaded, given))
+    layers = ModelHeads(smaller).whole()
+    assert len([*layers]) == len([*ModelHeads(model).whole()]) // 2
+    loaded.save_pretrained(tmp_path / "again")
+    again = getattr(transformers, kind).from_pretrained(tmp_path / "again", trust_remote_code=True)
+    assert torch.equal(output_of(again.eval(), given), output_of(loaded, given))
+    second = Cut({name: cut.drop([0]) for name, cut in layers})
+    assert write(second, folder, tmp_path / "twice").form == "code"
+    if not model.config.is_encoder_decoder:
+        with pytest.raises(HeadwiseError, match="layer 0 of"):
+            load_attention(folder, layer=0)
+
+
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("family", others_slow(("gpt2", "opt", "gpt_neox", "llama"), "gpt2"))
 def test_text_is_generated_with_a_cache_and_padding_on_the_left(
-    family: str, tmp_path: Path
+    family: str, first: bool, tmp_path: Path
 ) -> None:
-    model, _, expected, folder = written(family, tmp_path)
+    model, _, expected, folder = written(family, tmp_path, first=first)
     cut = load(folder)
     ids = inputs_of(model)["input_ids"]
     lengths = (7, 11, 17)
@@ -278,6 +307,23 @@ def test_a_class_that_counts_heads_elsewhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="Phi3ForCausalLM, which does not run at these sizes"):
         write(cut_of(model, mean=False), tmp_path / "source", tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
+
+
+def test_towers_of_two_widths_are_cut_and_checked(tmp_path: Path) -> None:
+    picture = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    picture |= {"intermediate_size": 64, "image_size": 16, "patch_size": 8}
+    towers = {"text_config": SIZES, "vision_config": picture}
+    model = made("CLIPModel", **towers, projection_dim=16)()
+    model.save_pretrained(tmp_path / "source")
+    cut = Cut({n: each.drop(range(1 + n.count("1"))) for n, each in ModelHeads(model).whole()})
+    assert {each.num_heads for _, each in cut} == {4, HEADS}
+    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(7))
+    given = {**inputs_of(model), "pixel_values": images}
+    assert write(cut, tmp_path / "source", tmp_path / "cut", inputs=given).form == "code"
+    # the check fails for another cut than the one that was written
+    other = Cut({name: each.drop([0]) for name, each in ModelHeads(model).whole()})
+    with pytest.raises(CheckpointError, match="gives other outputs"):
+        check_cut(tmp_path / "cut", other, model, given)
 
 
 def test_the_file_is_short_and_the_same_for_all(tmp_path: Path) -> None:

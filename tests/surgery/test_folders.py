@@ -113,6 +113,8 @@ def test_heads_of_a_fixed_width_have_the_other_forms(
         write(cut, source, tmp_path / "plain", form="plain")
     assert not any(tmp_path.iterdir())
     assert write(cut, source, tmp_path / "new", form="headwise").changes == {}
+    with pytest.warns(UserWarning, match="nothing loads this folder"):
+        load(tmp_path / "new").save_pretrained(tmp_path / "again")
     before = json.loads((source / "config.json").read_text("utf-8"))
     assert json.loads((tmp_path / "new" / "config.json").read_text("utf-8")) == before
 

@@ -218,3 +218,16 @@ def test_the_copy_of_a_model_shares_nothing() -> None:
     made.config.hidden_size = 1
     assert float(output_of(model).abs().max()) > 0
     assert model.config.to_dict() == config.to_dict()
+
+
+def test_a_cut_that_shares_holds_new_tensors_of_its_layers_alone() -> None:
+    model = wide("bert")
+    cut, state = without(model, [1]), model.state_dict()
+    zeros = Cut({name: layer.zero([1]) for name, layer in whole(model)})
+    made = cut_model(zeros, model, share=True)
+    changed = {n for n, x in made.state_dict().items() if x.data_ptr() != state[n].data_ptr()}
+    assert changed == {n for n in state if n.endswith("attention.output.dense.weight")}
+    assert torch.equal(
+        output_of(cut_model(cut, model, share=True)), output_of(cut_model(cut, model))
+    )
+    assert all(torch.equal(x, state[name]) for name, x in wide("bert").state_dict().items())

@@ -27,6 +27,7 @@ from headwise.checkpoints.config import layout_in_layer, resolve
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.fields import Config, ConfigFields
 from headwise.checkpoints.inputs import find_field
+from headwise.checkpoints.places import has_heads
 from headwise.checkpoints.proof import (
     Probe,
     ProbedClass,
@@ -645,10 +646,10 @@ def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> li
             for module in _match_modules(modules, layer, prefix):
                 lacking = find_unlisted_tensors_of_module(module, stored)
                 before = tuple(name.removeprefix(module.prefix) for name in lacking)
-                others = replace(module, beside=[n for n in module.beside if n not in lacking])
+                others = replace(module, beside=tuple(n for n in module.beside if n not in lacking))
                 is_whole = stored.required <= {*module.tensors.values()}
                 if is_whole and may_be_of_layout(others, stored):
-                    readings.append(StoredReading(opened, stored, module, modules, (), before))
+                    readings.append(StoredReading(opened, stored, module, modules, before=before))
     readings = [each for each in readings if not each.before] or readings
     if len(names := dict.fromkeys(reading.module.prefix for reading in readings)) > 1:
         raise OptionError(
@@ -669,7 +670,7 @@ def _select_module(
     source: CheckpointSource, layout: Layout, layer: int, prefix: str | None
 ) -> tuple[NamedModule, list[NamedModule]]:
     """Return the module of a layer or of a prefix, and all modules of the layout."""
-    modules = find_modules(layout, source.headers)
+    modules = [m for m in find_modules(layout, source.headers) if has_heads(m, source.headers)]
     if not modules:
         obstacle = registry.find_obstacle(source.headers)
         why = "" if obstacle is None else f": {obstacle.reason}"

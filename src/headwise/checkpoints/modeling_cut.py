@@ -1,39 +1,31 @@
 """A model of transformers whose attention modules have numbers of heads of their own.
 
-headwise wrote it beside the weights of a cut model. It needs transformers alone:
-``AutoModel.from_pretrained(folder, trust_remote_code=True)``. In config.json, ``headwise_cut`` has
-the modules that differ from the original's: attributes, and shapes of parameters as lists.
+headwise wrote it; transformers alone loads it: from_pretrained(folder, trust_remote_code=True). In
+config.json ``headwise_cut`` has the modules that differ: attributes, and shapes of parameters.
 """
 
 import transformers
 from torch import nn
 
-NAME = "headwise_cut"  # the model_type in config.json, and the field with the modules
 
-
-class CutConfig:
-    """Config of the original class, under a model_type that transformers alone does not know."""
-
+class CutConfig:  # of the original class, under a model_type that transformers alone does not know
     @classmethod
     def get_config_dict(cls, *args, **kwargs):
         values, unused = super().get_config_dict(*args, **kwargs)
         return {**values, "model_type": cls.model_type}, unused
 
     def to_diff_dict(self):
-        return {**super().to_diff_dict(), "model_type": NAME}
+        return {**super().to_diff_dict(), "model_type": "headwise_cut"}
 
 
-class CutModel:
-    """Model of the original class, whose modules get their sizes before weights are loaded."""
-
+class CutModel:  # of the original class, whose modules get their sizes before weights are loaded
     is_custom_code = classmethod(lambda _: False)  # stored names are those of the original class
 
     def post_init(self):
-        for auto, code in (getattr(self.config, "auto_map", None) or {}).items():
-            if code.endswith(f".{type(self).__name__}"):
-                type(self)._auto_class = auto  # save_pretrained copies this file
-        for name, module in self.named_modules():
-            for path, sizes in getattr(self.config, NAME)["modules"].items():
+        autos = {code.split(".")[-1]: auto for auto, code in self.config.auto_map.items()}
+        type(self)._auto_class = autos.get(type(self).__name__)  # save_pretrained copies this file
+        for name, module in [*self.named_modules()]:
+            for path, sizes in self.config.headwise_cut["modules"].items():
                 if f".{name}".endswith(f".{path}"):  # models with a head have longer names
                     resize(module, sizes)
         super().post_init()
@@ -42,10 +34,18 @@ class CutModel:
 def resize(module, sizes):
     for name, value in sizes.items():
         if isinstance(value, list):  # of a parameter, which the original may lack
-            like = getattr(module, name, None)
-            value = nn.Parameter((module.weight if like is None else like).new_empty(value))
-        setattr(module, name, value)
+            value = nn.Parameter(next(module.parameters()).new_empty(value))
+        setattr(module, name, no_heads.__get__(module) if name == "forward" else value)
     module._is_hf_initialized = False  # weights that no file has are drawn anew
+
+
+def no_heads(module, hidden_states, *_, past_key_values=None, layer_past=None, **given):
+    cache = layer_past if past_key_values is None else past_key_values  # which counts the tokens
+    if cache is not None and given.get("key_value_states") is None:
+        state = hidden_states[:, None, :, :1]
+        getattr(cache, "self_attention_cache", cache).update(state, state, module.layer_idx)
+    output = getattr(module, module.output_name, None)  # the projection, if it is in the module
+    return hidden_states[..., :0] if output is None else output.bias.expand_as(hidden_states), None
 
 
 def __getattr__(name):  # the class of transformers of this name, with the changes above

@@ -119,6 +119,11 @@ HEAD_DIMS = (
 )  # of modules in memory
 
 
+def has_heads(module: NamedModule, state: Mapping[str, TensorHeader]) -> bool:
+    """False for attention of which a bias is left, in the form "code" of a cut."""
+    return not any(0 in state[name].shape for name in module.tensors)
+
+
 def find_model_places(model: nn.Module) -> list[Place]:
     """Return the attention modules of a model of transformers in memory; see `find_places`."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict[str, Any])
@@ -141,7 +146,7 @@ def find_places(state: Mapping[str, TensorHeader], config: Config) -> list[Place
     if name is None:
         return []
     layout = registry.layout(name)
-    modules = [module for module in find_modules(layout, state) if module.tensors]
+    modules = [m for m in find_modules(layout, state) if m.tensors and has_heads(m, state)]
     if not modules:
         layout, modules = _find_modules_by_other_names(layout, state)
     # GPT-2's cross attention has the names of its self attention, and q_attn beside them.
@@ -162,7 +167,10 @@ def _find_modules_by_other_names(
     readings = [
         (sum(len(module.tensors) for module in modules), other, modules)
         for other in registry.layouts_by_name().values()
-        if other.required and (modules := [m for m in find_modules(other, state) if m.tensors])
+        if other.required
+        and (
+            modules := [m for m in find_modules(other, state) if m.tensors and has_heads(m, state)]
+        )
     ]
     _, other, modules = max(readings, key=lambda each: each[0], default=(0, layout, []))
     return replace(other, function=layout.function), modules

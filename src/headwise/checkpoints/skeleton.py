@@ -251,10 +251,15 @@ def _tokens_in_rows(x: Tensor, given: Sequence[Tensor]) -> Tensor:
     return x.transpose(0, 1) if is_turned else x
 
 
+RUN_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+
+
 def list_run_errors() -> tuple[type[Exception], ...]:
     """Return the errors that classes of transformers raise at sizes or inputs that do not fit."""
-    usual = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-    return (*usual, RuntimeError, *list_load_errors())
+    return (*RUN_ERRORS, *list_load_errors())
 
 
 def build_skeleton(

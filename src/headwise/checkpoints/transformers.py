@@ -417,6 +417,11 @@ def list_auto_classes(config: Any) -> Iterator[tuple[str, str]]:
                 yield auto, kind
 
 
+def cut_classes() -> Any:
+    """Return the file of the form "code", which imports transformers."""
+    return import_module("headwise.checkpoints.modeling_cut")
+
+
 def class_of_config(
     transformers: Any, values: Mapping[str, Any], code: Path | None = None
 ) -> tuple[Any, Any]:
@@ -424,7 +429,7 @@ def class_of_config(
     kind = _read_class(transformers, code, values.get("auto_map"), ["AutoConfig"])
     if kind is None:
         kind = type(transformers.AutoConfig.for_model(values["model_type"]))
-    cut = import_module("headwise.checkpoints.modeling_cut") if CUT in values else None
+    cut = cut_classes() if CUT in values else None
     if cut is not None:
         kind = getattr(cut, f"Cut{kind.__name__}")
     config = kind.from_dict(dict(values))

@@ -14,7 +14,6 @@ import typer
 from headwise.cli import output
 from headwise.errors import CheckpointError
 from headwise.support.files import make_parent_and_require_writable, write_whole
-from headwise.support.text import human_bytes
 
 if TYPE_CHECKING:
     from headwise.surgery._prune import PruningPlan
@@ -121,7 +120,7 @@ def prune(
     First the plan with its predicted effect, then the measurement on held-out
     lines, the folder and its check in a new process, and a page with the curve.
     To resume an interrupted run, repeat the command: a hidden file beside OUT
-    keeps the effects of layers all of whose heads were measured.
+    keeps the effects of batches of lines with which all heads were measured.
     """
 
     def make_plan(
@@ -210,21 +209,24 @@ class _Command:
             self._report_plan(plan, opened.journal)
             return
         with output.progress_bar(console, "measuring") as progress:
-            result = plan.measure(progress)
+            result = plan.measure(progress, share=True)
             written = opened.write(result.cut, progress)
-            difference = opened.check(result.cut, result.model)
+            difference = opened.check(result.cut)
+            costs = opened.measure_costs(plan.heads, result.cut, result.model, written)
         loading = self._list_loading_lines(result.model, written)
-        page = write_whole(page, render_cut(result, make_model_title(self.model), loading))
-        sizes = [human_bytes(count) for count in (written.nbytes, written.nbytes_before)]
+        facts = [str(costs), f"form {written.form}", result.way, f"headwise.surgery.{call}"]
+        page = write_whole(page, render_cut(result, make_model_title(self.model), loading, facts))
         lines = [
             *result.result_lines(),
-            f"{written.folder}: {sizes[0]} of tensors, {sizes[1]} before; a new process loads it; "
-            f"its outputs are within {difference:.1e} of the same cut at full size",
+            str(costs),
+            f"{written.folder}: a new process loads it; its outputs are within {difference:.1e} of "
+            "the same cut at full size",
             f"form {written.form}: {'; '.join(loading)}",
         ]
-        values: dict[str, Any] = {"schema": SCHEMA, **result.values()}
+        values: dict[str, Any] = {"schema": SCHEMA, **result.values(), "costs": costs.values()}
         values |= {"folder": str(written.folder), "form": written.form, "loading": loading}
         values |= {"bytes": written.nbytes, "bytes_before": written.nbytes_before}
+        values |= {"changes": written.changes}
         output.print_result(
             page,
             start=start,
@@ -292,7 +294,7 @@ def _saying_how_to_resume(journal: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        kept = f"effects of whole layers are in {journal}" if journal.is_file() else "nothing kept"
+        kept = f"effects of whole batches are in {journal}" if journal.is_file() else "nothing kept"
         output.make_console(stderr=True).print(
             f"interrupted; {kept}; to go on, repeat the command", markup=False, soft_wrap=True
         )

@@ -566,7 +566,14 @@ class Attention(base.AttentionBase):
             checks.check_gate(gate, x, self.num_heads)
         places = checks.read_positions(self, x, positions, cache)
         call = packing.CallInputs(
-            x, x if source is None else source, mask, bias, cache, gate, places, value_source
+            x,
+            x if source is None else source,
+            mask,
+            bias,
+            cache,
+            gate,
+            places,
+            value_source=value_source,
         )
         call = call._replace(is_packable=self.place_tables is None)
         return call if self.part is None else call.prepare_tensors_for_part(self.part)

@@ -269,7 +269,8 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
     elif isinstance(spec.scale, float | int) or (spec.scale and spec.head_dim):
         options["scale"] = spec.factor
     if options.get("score_bias") is None and spec.num_heads and spec.head_dim:
-        slopes = slopes_of(spec)
+        with torch.device("cpu"):  # they are read here, also for a model on the meta device
+            slopes = slopes_of(spec)
         options["score_bias"] = None if slopes is None else Alibi(slopes=(*slopes.tolist(),))
     return {name: x for name, x in options.items() if x is not None or name == "scale"}
 

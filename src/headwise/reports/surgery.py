@@ -12,6 +12,7 @@ from headwise.reports.pictures import LINE, SERIES, SOFT, draw_svg
 from headwise.reports.report import library_versions
 from headwise.reports.templates import secure_page, template_environment
 from headwise.surgery._prune import Pruning
+from headwise.surgery.quality import describe_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,8 +32,17 @@ MERGED = {
 }
 
 
-def render_cut(result: Pruning | Regrouping, model: str, commands: Sequence[str] = ()) -> str:
-    """Return the page of a pruning or a regrouping as HTML; ``commands`` load what was written."""
+def render_cut(
+    result: Pruning | Regrouping,
+    model: str,
+    commands: Sequence[str] = (),
+    facts: Sequence[str] = (),
+) -> str:
+    """Return the page of a pruning or a regrouping as HTML.
+
+    ``commands`` load what was written, and ``facts`` say in sentences what it costs and how it was
+    made.
+    """
     is_pruning = isinstance(result, Pruning)
     table = result.plan.table() if is_pruning else []
     most = max((abs(x) for row in table for x in row["effects"]), default=0.0) or 1.0
@@ -58,7 +68,9 @@ def render_cut(result: Pruning | Regrouping, model: str, commands: Sequence[str]
             result=result,
             curve=draw_curve(result),
             commands=commands,
+            facts=facts,
             change=result.change,
+            interval=describe_interval(result.after - result.before),
             means=(float(result.before.mean()), float(result.after.mean())),
             version=versions["headwise"],
             torch=versions["torch"],

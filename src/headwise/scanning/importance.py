@@ -17,6 +17,7 @@ each sequence would be unknown.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headwise.checkpoints.skeleton import RUN_ERRORS
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.scanning import inputs as model_inputs
 from headwise.scanning import selection, weights
@@ -223,15 +225,16 @@ def ablations(
     by: Literal["zero", "mean", "resample"] | Means = "zero",
     loss: Loss | None = None,
     layers: selection.Layers = None,
-    heads: selection.Numbers | None = None,
+    heads: selection.Heads = None,
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> HeadScan:
     """Measure L(x; head off) − L(x): ``ablation_zero``, ``ablation_mean`` or ``ablation_resample``.
 
-    Each input runs once with all heads and once without each head. ``by="mean"`` runs each input
-    once more before that. The model runs in evaluation mode without gradients, and keeps its mode
-    and settings.
+    Each input runs once with all heads and once without each head: from the layer's block on, where
+    such a run of the first input with all heads gives the same losses to the bit. ``by="mean"``
+    runs each input once more before that. The model runs in evaluation mode without gradients, and
+    keeps its mode and settings.
 
     Args:
         model: as for `headwise.scan`.
@@ -243,7 +246,7 @@ def ablations(
         loss: (output, input) -> (batch,): one number for each sequence. By default `next_token`:
             the mean cross-entropy of each next token.
         layers: names of layers, or patterns such as `"*layer.3.*"`; all if None.
-        heads: numbers of heads; all if None.
+        heads: numbers of heads, also by the name of each layer; all if None.
         seed: the seed of the draw for "resample".
         progress: called with (layer and head, forward passes done, total). The total is known
             after the first run.
@@ -260,6 +263,7 @@ def ablations(
     ablation = _HeadAblation(SelectedLayers(layers, heads), by, seed, causal=loss is None)
 
     with record_attention(model, ablation) as recorder:
+        ablation.recorder = recorder
         for index, model_input in enumerate(prepared):
             run = partial(_run_losses, model, model_input, recorder, loss)
             ablation.measure_one_input(run, progress, before, (index, len(prepared)))
@@ -324,6 +328,8 @@ def record_sums(
 class _HeadAblation(_Watcher):
     """Watcher that records the layers in a first pass, then replaces the output of one head."""
 
+    recorder: Recorder  # of the running model
+
     def __init__(self, layers: SelectedLayers, by: str | Means, seed: int, *, causal: bool) -> None:
         super().__init__(layers, causal=causal)
         if isinstance(by, str) and by not in ABLATIONS:
@@ -333,25 +339,26 @@ class _HeadAblation(_Watcher):
         self._means = None if isinstance(by, str) else by
         self._generator = torch.Generator().manual_seed(seed) if by == "resample" else None
         self._partner: Tensor | None = None  # of each sequence: the one that stands in for it
-        self._off: tuple[LayerScan, int] | None = None
-        self._call_index = 0  # of the next call in this pass
-        self._real_queries: list[Tensor] = []  # of each call of this input, in order
+        self._off: tuple[LayerScan, int | None] | None = None
+        self._real_queries: dict[str, Tensor] = {}  # of each layer, for this input
+        self._earlier: dict[str, list[nn.Module]] = {}  # blocks that end before each layer attends
+        self._is_resumed: dict[str, bool] = {}  # False for a layer whose runs begin at the input
         self._shapes: dict[str, torch.Size] = {}  # of each layer's head outputs, for this input
 
     def __call__(self, call: CapturedCall) -> Tensor | None:
-        index, self._call_index = self._call_index, self._call_index + 1
         outputs = require_not_none(call.outputs)
         if self._off is None:
-            self._real_queries.append(call.real_queries)
+            self._real_queries[call.layer] = call.real_queries
+            self._earlier[call.layer] = [*(self.recorder.ended or ())]
             self._shapes[call.layer] = outputs.shape
             self.note_call(call)
             return None
         layer, head = self._off
-        if call.layer != layer.name:
+        if call.layer != layer.name or head is None:
             return None
         without = outputs.clone()
         if self._partner is not None:
-            real = self._real_queries[index]
+            real = self._real_queries[call.layer]
             without[:, head] = outputs_of_partners(outputs[:, head], real, self._partner)
         elif self._means is not None:
             without[:, head] = self._means[layer.name][head].to(outputs)
@@ -365,32 +372,50 @@ class _HeadAblation(_Watcher):
         """Run the n-th of so many inputs with all heads, and then once without each head."""
         self._real_queries.clear()
         self._shapes.clear()
-        self._off, self._call_index = None, 0
+        self._off, self.recorder.ended = None, {}
         baseline = run()
+        kept, self.recorder.ended = self.recorder.ended, None
         count = len(baseline)
         self.end_input(count)
         if self._generator is not None:
             self._partner = draw_partners(count, self._generator)
         chosen = [each for each in self.layers.selected_layers() if self._is_possible(each, count)]
-        off = [
-            (layer, head, place)
-            for layer in chosen
-            for head, place in zip(layer.heads, self.layers.places(layer), strict=True)
-        ]
-        passed, total_passes = (before + n * (1 + len(off)) for n in turn)
+        runs = 1 + sum(len(layer.heads) for layer in chosen)
+        passed, total_passes = (before + n * runs for n in turn)
         progress("all heads", passed + 1, total_passes)
-        effects: dict[str, list[Tensor]] = {layer.name: [] for layer in chosen}
-        for done, (layer, head, place) in enumerate(off, start=2):
-            self._off, self._call_index = (layer, place), 0
-            effects[layer.name].append((run() - baseline).sum())
-            progress(f"{layer.name}, head {head}", passed + done, total_passes)
+        done = passed + 1
         for layer in chosen:
-            total = torch.stack(effects[layer.name]).cpu()
+            effects: list[Tensor] = []
+            with self.recorder.reuse(self._outputs_before(layer, kept, run, baseline)):
+                for head, place in zip(layer.heads, self.layers.places(layer), strict=True):
+                    self._off, done = (layer, place), done + 1
+                    effects.append((run() - baseline).sum())
+                    progress(f"{layer.name}, head {head}", done, total_passes)
+            total = torch.stack(effects).cpu()
             summary = {"sum": total, "count": torch.full_like(total, count)}
             if self._means is not None:  # only effects of equal means can be merged
                 places = self.layers.places(layer)
                 summary["stood_in"] = self._means[layer.name][places].double().cpu()
             layer.add_summary(self.statistic, summary)
+
+    def _outputs_before(
+        self,
+        layer: LayerScan,
+        kept: Mapping[nn.Module, Any],
+        run: Callable[[], Tensor],
+        baseline: Tensor,
+    ) -> dict[nn.Module, Any]:
+        """Return outputs of the blocks before a layer, if a run from there gives the same losses.
+
+        That is tried with the first input. It fails where blocks hand on more than they return.
+        """
+        earlier = [block for block in self._earlier[layer.name] if kept[block] is not None]
+        outputs = {block: kept[block] for block in earlier}
+        if outputs and layer.name not in self._is_resumed:
+            self._off, self._is_resumed[layer.name] = (layer, None), False
+            with suppress(*RUN_ERRORS), self.recorder.reuse(outputs):
+                self._is_resumed[layer.name] = torch.equal(run(), baseline)
+        return outputs if self._is_resumed.get(layer.name) else {}
 
     def _is_possible(self, layer: LayerScan, count: int) -> bool:
         if (shape := self._shapes.get(layer.name)) is None:  # this input did not run the layer

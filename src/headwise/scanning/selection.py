@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from operator import index
@@ -24,6 +24,7 @@ MOST_LAYERS = 12  # layers that a message names; the others are counted
 
 Layers = str | Collection[str] | None
 Numbers = int | Collection[int]
+Heads = Numbers | Mapping[str, Numbers] | None  # of all layers, or by the name of each
 Statistics = str | TileStatistic | Iterable[str | TileStatistic] | None
 
 
@@ -99,8 +100,11 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...]
 class SelectedLayers:
     """The layers of a running model, and which of them are selected."""
 
-    def __init__(self, layers: Layers, heads: Numbers | None = None) -> None:
-        self._patterns, self._heads = normalise_layers_option(layers), normalise_heads_option(heads)
+    def __init__(self, layers: Layers, heads: Heads = None) -> None:
+        self._patterns = normalise_layers_option(layers)
+        by_layer, of_all = (heads, None) if isinstance(heads, Mapping) else ({}, heads)
+        self._heads = normalise_heads_option(of_all)
+        self._by_layer = {name: normalise_heads_option(each) for name, each in by_layer.items()}
         self._seen: dict[str, LayerScan | None] = {}  # None for a layer that is not selected
         self._numbers: dict[str, tuple[int, ...]] = {}  # of all heads of each layer, in its order
 
@@ -119,7 +123,7 @@ class SelectedLayers:
     def _make_empty_layer(self, call: CapturedCall) -> LayerScan:
         count = call.matrix.shape[1]
         total, numbers = call.original or (count, tuple(range(count)))
-        heads = numbers if self._heads is None else self._heads
+        heads = self._by_layer.get(call.layer, self._heads) or numbers
         if not {*heads} <= {*numbers}:
             some = list_some([str(number) for number in numbers], MOST_LAYERS)
             raise OptionError(

@@ -86,7 +86,7 @@ class PruningPlan:
 
     def values_to_fit(self) -> Tensor:
         """Return the quality of each sequence to fit on after this cut, without a refit."""
-        return self.quality.values(cut_model(self.cut, self.heads.model), self.data.fit)
+        return self.quality.values(self._made(self.cut), self.data.fit)
 
     @property
     def gone(self) -> dict[str, list[int]]:
@@ -98,11 +98,15 @@ class PruningPlan:
         """The heads that go, without fitted numbers."""
         return cut_heads(self.heads, self.gone, None if self.repair == "zero" else self.means)
 
-    def measure(self, progress: Progress = no_progress) -> Pruning:
+    def _made(self, cut: Cut) -> Any:
+        return cut_model(cut, self.heads.model, share=True)
+
+    def measure(self, progress: Progress = no_progress, *, share: bool = False) -> Pruning:
         """Fit the repair, make the cut, and measure it and the curve on held-out data.
 
         Args:
             progress: called with (stage, steps done, steps in all).
+            share: see `headwise.surgery.cut_model`.
         """
         cut, decisions = self.cut, dict[str, Decision]()
         model, held_out = self.heads.model, self.data.held_out
@@ -110,7 +114,7 @@ class PruningPlan:
             recorded = record_moments(model, self.data.fit, progress=progress)
             sums = {name: recorded[label] for name, label in self.names.items()}
             cut, decisions = refit_heads(self.heads, self.gone, sums)
-        made = cut_model(cut, model)
+        made = cut_model(cut, model, share=share)
         before, after, moved = self.quality.change(model, made, held_out)
         curve = self._curve(before, progress)
         return Pruning(self, cut, made, decisions, before, after, moved, curve)
@@ -131,7 +135,7 @@ class PruningPlan:
         return tuple(points)
 
     def _measure_cut(self, gone: dict[str, list[int]], means: dict[str, Tensor] | None) -> float:
-        model = cut_model(cut_heads(self.heads, gone, means, zeroed=True), self.heads.model)
+        model = self._made(cut_heads(self.heads, gone, means, zeroed=True))
         return float(self.quality.values(model, self.data.held_out).mean())
 
     def table(self) -> list[dict[str, Any]]:
@@ -193,17 +197,22 @@ class Pruning(Measured):
     def __str__(self) -> str:
         return "\n".join([str(self.plan), *self.result_lines()])
 
-    def result_lines(self) -> list[str]:
-        """Return what was measured, in lines."""
+    @property
+    def way(self) -> str:
+        """What stands in for the heads that are gone, in words."""
         fitted = sum(each.ridge is not None for each in self.decisions.values())
         total = len(self.decisions)
         refits = f": fitted in {fitted} of {total} layers" if total else ""
+        return REPAIRED[self.plan.repair] + refits
+
+    def result_lines(self) -> list[str]:
+        """Return what was measured, in lines."""
         # The curve is by the plan's repair; the chosen number has what the cut gives.
         way = "zero" if self.plan.repair == "zero" else "mean"
         after = float(self.after.mean())
         values = [after if point.is_chosen else getattr(point, way) for point in self.curve]
         lines = [
-            REPAIRED[self.plan.repair] + refits,
+            self.way,
             *self.quality_lines(self.plan.quality, self.plan.data),
             "heads kept:    "
             + " ".join(f"{mark(point.kept, is_chosen=point.is_chosen):>7}" for point in self.curve),
@@ -259,6 +268,12 @@ def plan_prune(
     recorded = mean_outputs(model, data.fit)
     names = match_names(heads, recorded)
     means = {name: recorded[label] for name, label in names.items()}
+    if broken := [name for name, mean in means.items() if not bool(mean.isfinite().all())]:
+        raise OptionError(
+            saw=f"head outputs that are not finite, first in {broken[0]}",
+            needed="finite weights and inputs",
+            do="load the model again; NaN in one weight reaches every later layer",
+        )
     effects = HeadEffects(
         heads, names, data.fit, quality, None if repair == "zero" else means, progress, journal
     )

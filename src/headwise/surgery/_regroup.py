@@ -65,14 +65,15 @@ class RegroupPlan:
     cut: Cut
     merged: Mapping[str, Merged]
 
-    def measure(self, progress: Progress = no_progress) -> Regrouping:
+    def measure(self, progress: Progress = no_progress, *, share: bool = False) -> Regrouping:
         """Make the cut, and measure it and the curve on held-out data.
 
         Args:
             progress: called with (stage, steps done, steps in all).
+            share: see `headwise.surgery.cut_model`.
         """
         model, held_out = self.heads.model, self.data.held_out
-        made = cut_model(self.cut, model)
+        made = cut_model(self.cut, model, share=share)
         before, after, moved = self.quality.change(model, made, held_out)
         return Regrouping(self, made, before, after, moved, self._curve(before, after, progress))
 
@@ -96,7 +97,7 @@ class RegroupPlan:
 
     def _measure_cut(self, kv_heads: int, how: How, *, alike: bool = True) -> float:
         cut, _ = merge_heads(self.heads, self.products, kv_heads, how, alike=alike)
-        model = cut_model(cut, self.heads.model)
+        model = cut_model(cut, self.heads.model, share=True)
         return float(self.quality.values(model, self.data.held_out).mean())
 
     def table(self) -> list[dict[str, Any]]:
@@ -156,6 +157,11 @@ class Regrouping(Measured):
     def cut(self) -> Cut:
         """The merge of each layer."""
         return self.plan.cut
+
+    @property
+    def way(self) -> str:
+        """How kv heads became one, in words."""
+        return WORDS[self.plan.how]
 
     def __str__(self) -> str:
         return "\n".join([str(self.plan), *self.result_lines()])

@@ -234,39 +234,49 @@ class HeadEffects:
     def by_ablation(self, gone: Heads, chosen: Heads) -> Effects:
         """Return the loss of quality without each of the chosen heads, one at a time.
 
-        See `headwise.scanning.importance.ablations`.
+        One input after another, with all layers; see `headwise.scanning.importance.ablations`.
         """
-        model = self._without(gone)
+        model, chosen = (
+            self._without(gone),
+            {name: heads for name, heads in chosen.items() if heads},
+        )
         by: Any = "zero"
         if self.means is not None:
             by = {self.names[name]: mean for name, mean in self.means.items()}
-        passes = {name: len(self.inputs) * (1 + len(heads)) for name, heads in chosen.items()}
-        effects, before, total = {}, 0, sum(passes[name] for name in chosen if chosen[name])
+        labels = {name: self.heads.original_numbers(name) for name in chosen}
+        heads = {self.names[n]: [labels[n][head] for head in x] for n, x in chosen.items()}
+        runs = 1 + sum(map(len, chosen.values()))
+        which = {name: sorted(heads) for name, heads in gone.items() if heads}
+        sums = torch.zeros(1)  # over sequences, and at last their number
+        for number, given in enumerate(self.inputs):
 
-        def report(stage: str, done: int, _: int) -> None:
-            self.progress(stage, before + done, total)
+            def report(stage: str, done: int, _: int, before: int = number * runs) -> None:
+                self.progress(stage, before + done, runs * len(self.inputs))
 
-        for name, numbers in chosen.items():
-            key = json.dumps([name, sorted(numbers), {n: sorted(x) for n, x in gone.items() if x}])
-            known = None if self.journal is None else self.journal.find(key)
-            if known is not None:
-                effects[name] = known
-            elif numbers:
-                labels = self.heads.original_numbers(name)
+            key = json.dumps([number, chosen, which])
+            some = None if self.journal is None else self.journal.find(key)
+            if some is None:
                 scan = ablations(
                     model,
-                    self.inputs,
+                    [given],
                     by=by,
                     loss=self.quality.loss,
-                    layers=self.names[name],
-                    heads=[labels[number] for number in numbers],
+                    layers=[*heads],
+                    heads=heads,
                     progress=report,
                 )
-                [row] = scan["ablation_zero" if self.means is None else "ablation_mean"]
-                effects[name] = row[labels]
+                values = scan["ablation_zero" if self.means is None else "ablation_mean"]
+                rows = dict(zip(scan.layers, values, strict=True))
+                each = [rows[name][numbers] for name, numbers in heads.items()]
+                some = torch.cat([*each, torch.ones(1)]) * scan.sequences
                 if self.journal is not None:
-                    self.journal.add(key, effects[name])
-            before += passes[name]
+                    self.journal.add(key, some)
+            sums = sums + some
+        means = (sums[:-1] / sums[-1]).split([*map(len, chosen.values())])
+        effects = {}
+        for (name, numbers), mean in zip(chosen.items(), means, strict=True):
+            effects[name] = torch.full((len(labels[name]),), torch.nan, dtype=torch.float64)
+            effects[name][numbers] = mean
         return effects
 
     def by_gradient(self, gone: Heads, chosen: Heads) -> Effects:
@@ -302,4 +312,5 @@ class HeadEffects:
     def _without(self, gone: Heads) -> Any:
         if not any(gone.values()):
             return self.heads.model
-        return cut_model(cut_heads(self.heads, gone, self.means, zeroed=True), self.heads.model)
+        cut = cut_heads(self.heads, gone, self.means, zeroed=True)
+        return cut_model(cut, self.heads.model, share=True)

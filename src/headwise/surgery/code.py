@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,18 @@ from headwise.checkpoints import config as configs
 from headwise.checkpoints.config import CUT
 from headwise.checkpoints.places import Place
 from headwise.checkpoints.skeleton import list_run_errors
-from headwise.checkpoints.transformers import CONFIG, list_auto_classes, make_empty_model
+from headwise.checkpoints.transformers import (
+    CONFIG,
+    cut_classes,
+    list_auto_classes,
+    make_empty_model,
+)
 from headwise.errors import OptionError
-from headwise.function.weights import State
+from headwise.function.weights import HEADS, State
+from headwise.layouts.plan import TensorHeader
 from headwise.surgery.cut import Cut
 from headwise.surgery.models import HeadPlaces, pack_in_memory, resize
-from headwise.surgery.plain import PlainConfig
+from headwise.surgery.plain import PlainConfig, add_biases
 
 FILE = Path(configs.__file__).with_name("modeling_cut.py")
 
@@ -57,26 +63,91 @@ def make_code_config(
             do='{form} "full" or "headwise", which keep this code',
             parameter="form",
         )
-    changed = dict[str, Tensor]()
-    for name, state in states:
-        changed |= pack_in_memory(heads.places[name], state, heads.places[name].sizes(heads.state))
-    made = copy.deepcopy(heads.model)
-    resize(made, heads, cut, changed)
     whole = {name: value for name, value in stored.items() if name not in (CUT, "auto_map")}
     original = make_empty_model(whole)
+    off = {name for name, layer in cut if len(layer.origins.off) == len(layer.origins.query)}
+    made, without = _make_model(heads, cut, dict(states), original, off)
+    left_out = {owner: sizes for each in without.values() for owner, sizes in each.items()}
     before = heads.whole().layers
     counts = {}
     for name, spec in heads.specs.items():
         left = cut.layers.get(name, before[name]).origins
-        counts[files[name].name] = [len(left.query), len(left.kv), int(spec.head_dim)]
-    _require_runs(original, made.to("meta"))
+        if name not in without:
+            counts[files[name].name] = [len(left.query), len(left.kv), int(spec.head_dim)]
     described = {
         "model_type": whole["model_type"],
         "heads": counts,
-        "modules": dict(_find_modules(original, made)),
+        "modules": dict(_find_modules(original, made, left_out)),
     }
     auto_map = dict(_list_classes(original))
-    return PlainConfig({**whole, "model_type": CUT, "auto_map": auto_map, CUT: described})
+    values = {**whole, "model_type": CUT, "auto_map": auto_map, CUT: described}
+    return PlainConfig(values, without=without)
+
+
+def _make_model(
+    heads: HeadPlaces, cut: Cut, states: Mapping[str, State], original: Any, off: Collection[str]
+) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """Return the cut model without weights, and what is set in the modules of attentions ``off``.
+
+    None is left out where the class needs one.
+    """
+    changed = dict[str, Tensor]()
+    for name, state in states.items():
+        changed |= pack_code(heads.places[name], state, heads.state, is_off=name in off)
+    made = copy.deepcopy(heads.model)
+    resize(made, heads, cut, changed)
+    without = {name: _leave_out(made, heads.places[name]) for name in off}
+    try:
+        _require_runs(original, made.to("meta"))
+    except OptionError:
+        if not off:
+            raise
+        return _make_model(heads, cut, states, original, ())
+    return made, without
+
+
+def _leave_out(model: nn.Module, place: Place) -> dict[str, Any]:
+    """Take all weights but the output projection out of an attention; return what was set."""
+    owner = place.projections["v"].rpartition(".")[0]
+    outside, _, output = place.projections["o"].rpartition(".")
+    module, output = model.get_submodule(owner), output if outside == owner else ""
+    parts: dict[str, Any] = {**dict(module.named_parameters(recurse=False)), **module._modules}
+    gone = {name: None for name in parts if name != output and _has_weights(parts[name])}
+    sizes = {**gone, "output_name": output, "forward": "no_heads"}
+    cut_classes().resize(module, sizes)
+    return {owner: sizes}
+
+
+def _has_weights(part: Tensor | nn.Module | None) -> bool:
+    return isinstance(part, Tensor) or (part is not None and any(True for _ in part.parameters()))
+
+
+def pack_code(
+    place: Place, state: State, stored: Mapping[str, TensorHeader], *, is_off: bool
+) -> dict[str, Tensor]:
+    """Return the tensors of an attention in the form "code": of its output alone where it is off.
+
+    ``stored`` are those before the cut.
+    """
+    sizes = place.sizes(stored)
+    if not is_off:
+        return pack_in_memory(place, state, sizes)
+    state = add_biases(state, () if "bo" in state else ("bo",))
+    one, two = (
+        {name: _repeat_first(name, x, count) for name, x in state.items()} for count in (1, 2)
+    )
+    wider, left = pack_in_memory(place, two, sizes), dict[str, Tensor]()
+    for name, x in pack_in_memory(place, one, sizes).items():
+        if name.startswith(f"{place.projections['o']}."):
+            pairs = zip(x.shape, wider[name].shape, strict=True)
+            left[name] = x[tuple(slice(n if n == m else 0) for n, m in pairs)]
+    return left
+
+
+def _repeat_first(name: str, tensor: Tensor, count: int) -> Tensor:
+    """Return a canonical tensor of so many copies of its first head."""
+    dim = HEADS[name][0] if name in HEADS else None
+    return tensor if dim is None else torch.cat([tensor.narrow(dim, 0, 1)] * count, dim)
 
 
 def _require_runs(original: Any, made: Any) -> None:
@@ -127,7 +198,9 @@ def dump_config(values: Mapping[str, Any]) -> str:
     return re.sub(r"\[\s*(\d[\d,\s]*?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text)
 
 
-def _find_modules(original: Any, made: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+def _find_modules(
+    original: Any, made: nn.Module, left_out: Mapping[str, dict[str, Any]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the modules that differ, by their names in the model without a head of its own."""
     before = dict(original.named_modules())
     prefix = f"{original.base_model_prefix}."
@@ -138,6 +211,7 @@ def _find_modules(original: Any, made: nn.Module) -> Iterator[tuple[str, dict[st
             for attribute, value in vars(module).items()
             if isinstance(value, int | str) and old.get(attribute) != value
         }
+        sizes |= left_out.get(name, {})
         for local, parameter in module.named_parameters(recurse=False):
             was = old["_parameters"].get(local)
             if was is None or was.shape != parameter.shape:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.models import ModelHeads
-from headwise.surgery.steps import allows
+from headwise.surgery.steps import Take, allows
 
 Repair = Literal["zero", "mean", "refit"]
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the mean square of a channel
@@ -64,9 +64,15 @@ def _leave_out(
     heads: ModelHeads, name: str, gone: Collection[int], *, zeroed: bool = False
 ) -> LayerCut:
     whole = heads.whole().layers[name]
-    taken = whole.drop(gone)
-    is_allowed = allows(taken.steps[0].require_function, heads.specs[name])
-    return taken if is_allowed and not zeroed else whole.zero(sorted(gone))
+    is_taken = can_leave(heads, name) and not zeroed
+    return whole.drop(gone) if is_taken else whole.zero(sorted(gone))
+
+
+def can_leave(heads: ModelHeads, name: str) -> bool:
+    """True if the function of a layer allows another number of heads."""
+    count = int(heads.specs[name].num_heads)
+    taken = Take(count, tuple(range(1, count)), (0,))
+    return allows(taken.require_function, heads.specs[name])
 
 
 # ---- the refit -----------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -61,9 +63,16 @@ from headwise.scanning.labels import FORM, RECORD
 from headwise.support.arguments import require_choice
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import human_bytes, list_some
-from headwise.surgery.code import FILE, dump_config, make_code_config, state_pruned_heads
+from headwise.surgery.code import (
+    FILE,
+    dump_config,
+    make_code_config,
+    pack_code,
+    state_pruned_heads,
+)
 from headwise.surgery.cut import Cut, LayerCut, full_size
-from headwise.surgery.models import HeadPlaces, ModelHeads, pack, pack_in_memory, resize
+from headwise.surgery.memory import cut_model
+from headwise.surgery.models import HeadPlaces, ModelHeads, pack, resize
 from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
 from headwise.surgery.steps import Merge
 
@@ -75,6 +84,9 @@ LOADS: Mapping[Form, str] = {
     "full": "plain transformers",
     "headwise": "headwise.surgery.load",
 }
+# Units of rounding of the largest output. What is farther apart is compared with the error budget,
+# whose run in float64 takes several times the memory of the model.
+NEAR = 128
 WEIGHTS = (SAFETENSORS, *TORCH, *FOREIGN, INDEX)
 ORIGINAL = "the folder of the model as save_pretrained wrote it"
 
@@ -179,9 +191,10 @@ class FolderPlan:
         stored = self.stored
         layer = self.cut.layers.get(name) or stored.heads.whole().layers[name]
         state = add_biases(stored.cut(name, layer), self.config.biases.get(name, ()))
-        place = stored.places[name]
-        packing = pack_in_memory if self.form == "code" else pack
-        return packing(place, state, place.sizes(stored.source.headers))
+        place, headers = stored.places[name], stored.source.headers
+        if self.form == "code":
+            return pack_code(place, state, headers, is_off=name in self.config.without)
+        return pack(place, state, place.sizes(headers))
 
 
 def plan_folder(
@@ -300,6 +313,7 @@ def write(
     *,
     form: Wanted = "auto",
     trust_remote_code: bool = False,
+    inputs: Mapping[str, Tensor] | None = None,
     progress: Progress = no_progress,
 ) -> Written:
     """Write a cut of a stored model into a new folder; the source stays as it is.
@@ -316,6 +330,8 @@ def write(
             for the first of these that can be; "full" for the model at its size, with zeros for
             what is gone; "headwise" for a folder that `load` opens.
         trust_remote_code: True to run code in the folder of the source.
+        inputs: arguments of the model, by name, to check the folder as `headwise prune` does: a new
+            process loads it, and `check_cut` compares it with the original. None for no check.
         progress: called with a file's name, the bytes done, and the bytes in all.
 
     Raises:
@@ -329,6 +345,9 @@ def write(
     target = require_usable_target(stored, Path(target), "safetensors")
     options = plan.form, plan.config.values, output.beside
     write_target(WritePlan(stored, target, output, options), progress)
+    if inputs is not None:
+        original, _ = read_model(Path(source), trust_remote_code=trust_remote_code)
+        check_cut(target, plan.cut, original.eval(), inputs, trust_remote_code=trust_remote_code)
     return Written(target, plan.form, plan.config.changes, plan.nbytes, plan.nbytes_before)
 
 
@@ -365,7 +384,18 @@ def load(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     stored = {n for name in fitted.layers for n in places[name].module.tensors}
     _require_all(folder, info, frozenset(stored | changed.keys()))
     resize(model, heads, fitted, changed)
+    vars(model)["save_pretrained"] = partial(_save_of_headwise, model)
     return model.eval()
+
+
+def _save_of_headwise(model: Any, *given: Any, **options: Any) -> None:
+    """Save a model of the form "headwise" as its class does, and warn."""
+    warnings.warn(
+        "nothing loads this folder: its config.json does not state the sizes of the heads. Write "
+        'the cut in the form "code" before tuning: headwise.surgery.write(..., form="code")',
+        stacklevel=2,
+    )
+    type(model).save_pretrained(model, *given, **options)
 
 
 def _read_cut_place(
@@ -469,6 +499,25 @@ save_file({"output": output.contiguous()}, made)
 """
 
 
+def check_cut(
+    folder: Path,
+    cut: Cut,
+    original: Any,
+    inputs: Mapping[str, Tensor],
+    *,
+    trust_remote_code: bool = False,
+) -> float:
+    """Compare a written folder with the original; see `check_folder`.
+
+    Output projections of the original are set to zero where heads are gone. A cut that no change of
+    the original's size equals is compared with the same cut in memory.
+    """
+    with suppress(OptionError):
+        cut = full_size(cut, in_place=True)
+    model = cut_model(cut, original, share=True)
+    return check_folder(folder, model, inputs, trust_remote_code=trust_remote_code)
+
+
 def check_folder(
     folder: str | Path,
     model: Any,
@@ -509,14 +558,16 @@ def check_folder(
         stored = load_file(output)["output"]
     with torch.no_grad():
         expected = model(**inputs)[0]
-    if torch.equal(stored, expected):
-        return 0.0
+    if stored.shape == expected.shape:
+        apart = float((stored.double() - expected.double()).abs().max())
+        if apart <= NEAR * torch.finfo(expected.dtype).eps * float(expected.abs().max()):
+            return apart
     verdict = output_budget(model, inputs).check(stored) if stored.shape == expected.shape else None
     if not verdict:
         shapes = f"an output {tuple(stored.shape)}, not {tuple(expected.shape)}"
         reason = shapes if verdict is None else verdict
         raise _differs(folder, f"gives other outputs than the model in memory: {reason}")
-    return float((stored.double() - expected.double()).abs().max())
+    return apart
 
 
 def find_loader(folder: Path, model: Any) -> str:
@@ -588,7 +639,7 @@ def _pair_places(folder: Path, heads: HeadPlaces, files: list[Place]) -> dict[st
     by_name = {place.name: place for place in files}
     by_number = {_number(place): place for place in files}
     paired = {
-        name: match
+        name: replace(match, head_dim=match.head_dim or place.head_dim)
         for name, place in heads.places.items()
         if (match := by_name.get(name) or by_number.get(_number(place))) is not None
     }

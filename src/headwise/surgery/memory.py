@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.errors import OptionError
+from headwise.function.weights import State
 from headwise.layers.attention import Attention
 from headwise.layers.conversion import (
     canonical_state,
@@ -83,13 +84,18 @@ def _require_plain(layer: Attention) -> None:
         )
 
 
-def cut_model(cut: Cut, model: nn.Module) -> Any:
+def cut_model(cut: Cut, model: nn.Module, *, share: bool = False) -> Any:
     """Return a copy of a model with the heads that a cut leaves.
 
     The given model stays as it is. The copy has the same class; its attention modules have other
     sizes. Its config states them if it can, so that save_pretrained writes a folder that
     transformers loads; else it stays that of the original, and `headwise.surgery.write` has other
     forms. A layer of headwise is replaced as a whole, see `headwise.surgery.cut_layer`.
+
+    Args:
+        cut: of layers by their names in the model.
+        model: a model of transformers, or a module made of layers of headwise.
+        share: True to hold the tensors that do not change in common with the given model.
 
     Raises:
         OptionError: a model or a cut that cannot be cut; see `ModelHeads`.
@@ -98,21 +104,28 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
     """
     heads = ModelHeads(model)
     fitted = heads.fit(cut)
+    tensors = (*model.parameters(), *model.buffers()) if share else ()
+    shared = {id(tensor): tensor for tensor in tensors}
     if heads.layers:
-        made: Any = copy.deepcopy(model)
+        made: Any = copy.deepcopy(model, shared)
         for name, layer in fitted:
             smaller = cut_layer(layer, heads.layers[name])
             if not name:  # the model is the layer
                 return smaller
             made.set_submodule(name.rstrip("."), smaller)
         return made
-    states = heads.read(fitted)
-    config = find_plain_config(heads, states.items())
+    shapes, changed = dict[str, State](), dict[str, Tensor]()
+    for name, layer in fitted:  # one after another, since each is held twice meanwhile
+        state = layer.apply(heads.canonical(name), heads.specs[name])
+        shapes[name] = {tensor: x.to("meta") for tensor, x in state.items()}
+        changed |= heads.pack({name: state})
+    config = find_plain_config(heads, shapes.items())
     for name, biases in ({} if config.obstacle else config.biases).items():
-        state = states.get(name) or heads.canonical(name)
-        states[name] = add_biases(state, biases)
-    changed = heads.pack(states)
-    made = copy.deepcopy(model)
+        state = heads.canonical(name)
+        if name in fitted.layers:
+            state = fitted.layers[name].apply(state, heads.specs[name])
+        changed |= heads.pack({name: add_biases(state, biases)})
+    made = copy.deepcopy(model, shared)
     resize(made, heads, fitted, changed)
     if config.obstacle:
         return made

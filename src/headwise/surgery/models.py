@@ -50,7 +50,9 @@ class HeadPlaces:
             raise OptionError(
                 saw=f"a {type(model).__name__} without a config",
                 needed="a model of transformers",
-                do="cut single layers of headwise: headwise.surgery.cut_layer",
+                do="pass the model that it wraps: model.module"
+                if isinstance(getattr(model, "module", None), nn.Module)
+                else "cut single layers of headwise: headwise.surgery.cut_layer",
             )
         self.config: dict[str, Any] = dict(to_dict())
         places = find_model_places(model)
@@ -189,12 +191,8 @@ class ModelHeads(HeadPlaces):
             return canonical_state(self.layers[name], self.layers[name].state_dict())
         return self.places[name].read(self.state)
 
-    def read(self, cut: Cut) -> dict[str, State]:
-        """Return the canonical tensors of the layers of a fitted cut, by name."""
-        return {name: layer.apply(self.canonical(name), self.specs[name]) for name, layer in cut}
-
     def pack(self, states: Mapping[str, State]) -> dict[str, Tensor]:
-        """Return the tensors of layers by their names in the model."""
+        """Return the tensors of layers that are others than the model's, by their names in it."""
         changed: dict[str, Tensor] = {}
         for name, state in states.items():
             if name in self.layers:
@@ -202,7 +200,11 @@ class ModelHeads(HeadPlaces):
                 changed |= {name + local: tensor for local, tensor in stored.items()}
                 continue
             place = self.places[name]
-            changed |= pack_in_memory(place, state, place.sizes(self.state))
+            packed = pack_in_memory(place, state, place.sizes(self.state))
+            for full, tensor in packed.items():
+                before = self.state.get(full)
+                if before is None or not torch.equal(before, tensor):
+                    changed[full] = tensor
         return changed
 
 
@@ -288,7 +290,8 @@ def _require_plain_weights(state: Mapping[str, Tensor]) -> None:
             do="merge the adapters first: model = model.merge_and_unload()",
         )
     quantised = registry.find_quantisation(state.keys())
-    packed = [name for name, x in state.items() if name.endswith("weight") and not _is_real(x)]
+    weights = {n: x for n, x in state.items() if n.endswith(("weight", "_packed_params"))}
+    packed = [name for name, x in weights.items() if not _is_real(x)]
     if quantised is not None or packed:
         raise OptionError(
             saw=f"a model with quantised weights: {quantised.reason}"
@@ -297,7 +300,7 @@ def _require_plain_weights(state: Mapping[str, Tensor]) -> None:
             needed="weights in floating point",
             do="load the model before quantisation, cut it, and quantise it then",
         )
-    devices = sorted({str(x.device) for x in state.values()})
+    devices = sorted({str(x.device) for x in state.values() if isinstance(x, Tensor)})
     if len(devices) > 1 or devices == ["meta"]:
         raise DeviceError(
             saw=f"a model on {', '.join(devices)}",
@@ -306,5 +309,5 @@ def _require_plain_weights(state: Mapping[str, Tensor]) -> None:
         )
 
 
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and type(tensor) in (Tensor, nn.Parameter)
+def _is_real(tensor: Any) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_floating_point()

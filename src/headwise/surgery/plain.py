@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ class PlainConfig:
     # name of an attention -> biases of zeros that its class adds
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     obstacle: str = ""  # the first difference, "" where plain transformers loads the model
+    # names of attentions that are left out, since no head has an output
+    without: Collection[str] = ()
 
 
 def find_plain_config(

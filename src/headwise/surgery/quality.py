@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -28,6 +28,7 @@ from headwise.scanning.importance import (
 )
 from headwise.scanning.inputs import ModelInput, call_model_on_input, list_inputs, token_ids
 from headwise.scanning.record import record_attention
+from headwise.scanning.weights import unwrap_compiled
 from headwise.support.text import describe_count, describe_value
 from headwise.support.tracing import evaluation_mode
 
@@ -123,6 +124,8 @@ class Quality:
     # the value of a model that gives all tokens the same probability, minus the logarithm of their
     # number; None where it is not the loss of the next token
     guess: float | None = None
+    # prepared inputs by their ids, which are those of the original model and of its cuts
+    prepared: dict[int, ModelInput] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Sequence[Any], measure: Measure | None = None) -> Quality:
@@ -144,7 +147,8 @@ class Quality:
             title, guess = "minus the mean next-token loss, in nats", -math.log(vocabulary)
             return cls(title, lambda *pair: -loss(*pair), guess=guess)
         likeness = _Likeness(model, inputs)
-        return cls(f"cosine similarity of {likeness.what} to the original's", likeness, True)
+        title = f"cosine similarity of {likeness.what} to the original's"
+        return cls(title, likeness, True, None, likeness.prepared)
 
     @torch.no_grad()
     def values(self, model: nn.Module, inputs: Sequence[Any]) -> Float[Tensor, " sequences"]:
@@ -153,7 +157,7 @@ class Quality:
         Raises:
             ShapeError: a measure that is not one number for each sequence.
         """
-        return torch.cat([self._value(*pair) for pair in _run(model, inputs)])
+        return torch.cat([self._value(*pair) for pair in _run(model, inputs, self.prepared)])
 
     @torch.no_grad()
     def change(
@@ -168,7 +172,8 @@ class Quality:
             ShapeError: as `values`.
         """
         old, new, moved = [], [], []
-        for first, second in zip(_run(before, inputs), _run(after, inputs), strict=True):
+        runs = (_run(model, inputs, self.prepared) for model in (before, after))
+        for first, second in zip(*runs, strict=True):
             old.append(self._value(*first))
             new.append(self._value(*second))
             with suppress(OptionError):
@@ -192,11 +197,16 @@ class Quality:
         return -self.measure(output, given)
 
 
-def _run(model: nn.Module, inputs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    model, prepared = prepare(model, list(inputs))
+def _run(
+    model: nn.Module, inputs: Sequence[Any], prepared: dict[int, ModelInput]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the outputs of a model, each with its input; new ones among ``prepared`` are added."""
+    if more := [each for each in inputs if id(each) not in prepared]:
+        prepared |= {id(each.original): each for each in prepare(model, more)[1]}
+    model = unwrap_compiled(model)
     with evaluation_mode(model):
-        for each in prepared:
-            yield call_model_on_input(model, each), each.original
+        for each in inputs:
+            yield call_model_on_input(model, prepared[id(each)]), each
 
 
 def _find_next_token_loss(model: nn.Module, given: Any) -> tuple[Measure, int] | None:
@@ -225,9 +235,9 @@ class _Likeness:
     def __init__(self, model: nn.Module, inputs: Sequence[Any]) -> None:
         # Inputs are kept beside their vectors, so that no other input gets the same id.
         self._expected: dict[int, tuple[Any, Tensor]] = {}
-        self.what = ""
+        self.what, self.prepared = "", dict[int, ModelInput]()
         with torch.no_grad():
-            for output, given in _run(model, inputs):
+            for output, given in _run(model, inputs, self.prepared):
                 self.what, vectors = _vectors(output, given)
                 self._expected[id(given)] = given, vectors
 
@@ -322,13 +332,14 @@ class Measured(ABC):
     def quality_values(self, quality: Quality, data: Data) -> dict[str, Any]:
         """Return the same numbers by name."""
         change, low, high = self.change
+        ends = {"low": low, "high": high} if len(self.after) >= FEW else {"low": None, "high": None}
         return {
             "measure": quality.title,
             "sequences": len(self.after),
             "held_out": data.note,
             "before": float(self.before.mean()),
             "after": float(self.after.mean()),
-            "change": {"mean": change, "low": low, "high": high},
+            "change": {"mean": change, **ends},
             "moved": None if math.isnan(self.moved) else self.moved,
             "guess": quality.guess,
         }

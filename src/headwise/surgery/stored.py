@@ -27,14 +27,15 @@ from headwise.support.text import describe_count
 from headwise.surgery._prune import PruningPlan, plan_prune, require_share
 from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
 from headwise.surgery.choice import By, Journal, Take
+from headwise.surgery.costs import Costs
 from headwise.surgery.cut import Cut, LayerCut, full_size
-from headwise.surgery.fit import Repair
+from headwise.surgery.fit import Repair, can_leave
 from headwise.surgery.folders import (
     FolderPlan,
     StoredHeads,
     Wanted,
     Written,
-    check_folder,
+    check_cut,
     plan_folder,
     write,
 )
@@ -58,6 +59,7 @@ class StoredSubject:
     held_out: list[dict[str, Tensor]]  # inputs to measure on
     note: str  # the number of sequences of the text, as a sentence
     trust_remote_code: bool = False  # True if code in the folder may run
+    fixed: frozenset[str] = frozenset()  # names of layers whose heads are zeroed, not taken out
 
     @property
     def journal(self) -> Path:
@@ -85,6 +87,10 @@ class StoredSubject:
         """
         require_share(keep)
         heads = ModelHeads(self.stored.model)
+        fixed = [name for name in heads.specs if not can_leave(heads, name)]
+        note = f"{self.note}\n{len(fixed)} of {len(heads.specs)} layers keep their size, such as "
+        note = f"{note}{fixed[0]}: heads are zeroed there" if fixed else self.note
+        self = replace(self, note=note, fixed=frozenset(fixed))
         whole, shifted = heads.whole(), heads.whole()
         if repair != "zero":
             widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
@@ -95,7 +101,7 @@ class StoredSubject:
         if self.form == "auto":
             subject, obstacle = self._find_form(shifted, keep, take)
         if subject.form != "auto":
-            subject._require_form(whole, keep, take)
+            subject._require_form(shifted, keep, take)
         plan = plan_prune(
             self.stored.model,
             self.fit,
@@ -144,8 +150,10 @@ class StoredSubject:
             even = plan.evenly()
         if even is plan:
             why = why or "as many heads of each layer are more than may go"
-        before = plan.quality.values(self.stored.model, self.fit)
-        free, same = (each.values_to_fit() - before for each in (plan, even))
+        quality, model = plan.quality, self.stored.model
+        before = 1.0 if quality.is_likeness else quality.values(model, self.fit)
+        free = plan.values_to_fit() - before
+        same = free if even is plan else even.values_to_fit() - before
         losses = (
             f"quality on the sequences to choose on: {float(free.mean()):+.4f}, "
             f"{describe_interval(free)}; with the same number in each layer "
@@ -188,17 +196,18 @@ class StoredSubject:
         self.journal.unlink(missing_ok=True)
         return written
 
-    def check(self, cut: Cut, model: Any) -> float:
-        """Load the folder in a new process; return the largest difference of its outputs.
+    def measure_costs(self, heads: ModelHeads, cut: Cut, model: Any, written: Written) -> Costs:
+        """Measure a run of the largest held-out input; ``model`` is the cut one."""
+        if written.form == "full":
+            model = cut_model(full_size(cut), self.stored.model, share=True)
+        nbytes, models = (written.nbytes_before, written.nbytes), (self.stored.model, model)
+        return Costs.measure(models, heads.specs, self.held_out[-1], nbytes)
 
-        It is compared with the original, whose output projections are zero where heads are gone;
-        or with the cut ``model`` in memory, where no cut of the original's sizes is the same.
-        """
-        with suppress(OptionError):
-            model = cut_model(full_size(cut, in_place=True), self.stored.model)
+    def check(self, cut: Cut) -> float:
+        """Load the folder in a new process; return the largest difference of its outputs."""
         inputs = {name: x[:2] for name, x in self.held_out[0].items()}
-        trusted = self.trust_remote_code
-        return check_folder(self.target, model, inputs, trust_remote_code=trusted)
+        trusted, model = self.trust_remote_code, self.stored.model
+        return check_cut(self.target, cut, model, inputs, trust_remote_code=trusted)
 
     def _identity(self, *options: str) -> str:
         digest = hashlib.sha256(open_source(self.folder).source_digest().encode())
@@ -233,12 +242,11 @@ class StoredSubject:
 
     def _obstacle(self, whole: Cut, units: int, take: Take) -> OptionError | None:
         """Return the reason why so many units of each layer cannot be written alone."""
-        kept = {
-            name: replace(cut, steps=())
-            .keep(sorted(chain(*_list_units(cut, take)[:units])))
-            .then(*cut.steps)
-            for name, cut in whole
-        }
+        kept = dict[str, LayerCut]()
+        for name, cut in whole:
+            parts, bare = _list_units(cut, take), replace(cut, steps=())
+            stay, go = (sorted(chain(*some)) for some in (parts[:units], parts[units:]))
+            kept[name] = (bare.zero(go) if name in self.fixed else bare.keep(stay)).then(*cut.steps)
         try:
             self.plan_folder(Cut(kept))
         except OptionError as error:
