@@ -25,7 +25,7 @@ def test_the_chosen_number_has_the_result_of_the_cut(pruned: Pruning) -> None:
     assert after not in others
     assert len({after, *others}) == (3 if repair == "refit" else 2)
     page = render_cut(pruned, "a model")
-    [drawn] = Tree(page).root.all("svg")
+    drawn = Tree(page).root.all("svg")[0]
     assert f"11 heads: {after}" in drawn.text
     label = drawn.attributes["aria-label"]
     assert label.endswith(f": {after}.")

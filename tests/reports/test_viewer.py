@@ -431,9 +431,10 @@ def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Pat
     with browser.open(save_scan_page(tmp_path / "two.html", report)) as opened:
         assert "15 heads · A is before, B is after · " in opened.page.inner_text(".top")
         # The page opens on the largest change, with the grid by total change.
-        assert opened.page.inner_text(".way").strip() == (
-            "induction of layer 1, head 2: 92 % before, 10 % after"
-        )
+        total = float(scan.diff(moved).apart[1, 2])
+        card = f"1.2 induction 92 % to 10 % (total {total:.3g})"
+        assert opened.page.inner_text(".way").strip() == card
+        assert opened.page.locator(".way canvas").count() == 2
         assert opened.page.locator(".way").get_attribute("aria-pressed") == "true"
         state = opened.state()
         assert (state["statistic"], state["layer"], state["head"]) == ("apart", 1, 2)

@@ -56,7 +56,8 @@ export class Text {
     const written = this.words.written?.[sequence];
     if (written) return Written.fromSpans(written.text, written.spans, nameOf);
     const words = Array.from({ length: this.lengthOf(sequence) }, (_, token) => nameOf(token));
-    return Written.fromWords(words, this.areApart, nameOf);
+    if (!this.areApart) return Written.fromNames(words, (token) => SPECIAL.test(nameOf(token).trim()), nameOf);
+    return Written.fromWords(words, nameOf);
   }
 
   /** Return the word of a token's id, which may differ from what was written. */

@@ -4,6 +4,7 @@ import { visible } from "./format";
 
 const CONTINUES = "##"; // how WordPiece marks a token that continues a word
 const BEGINS = /^[\s\u0120\u2581]/; // how tokens hold the blank before a word
+const BLANK_NAMES = /[\u0120\u2581]/g;
 const NEVER_FIRST = /^(?:\p{M}|\u200d|[\u{1f3fb}-\u{1f3ff}\u{e0020}-\u{e007f}])/u;
 const INVISIBLE = /^[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029]+$/u;
 const BLANKS = /^[ \t]+$/;
@@ -58,8 +59,15 @@ export class Written {
     return new Written(text, starts, ends, nameOf);
   }
 
-  /** Return a text made of the words of tokens whose characters are unknown, with blanks if they are apart. */
-  static fromWords(words: string[], isApart: boolean, nameOf: (token: number) => string): Written {
+  /** Return the text of tokens whose names hold its blanks; a special token has no characters. */
+  static fromNames(names: string[], isSpecial: (token: number) => boolean, nameOf: (token: number) => string): Written {
+    const spans = names.flatMap((name, token) => (isSpecial(token) ? [0, 0] : [0, name.length]));
+    const text = names.filter((_, token) => !isSpecial(token)).join("").replace(BLANK_NAMES, " ").replaceAll("\u010a", "\n");
+    return Written.fromSpans(text, spans, nameOf);
+  }
+
+  /** Return a text made of the words of tokens whose characters are unknown, with blanks between them. */
+  static fromWords(words: string[], nameOf: (token: number) => string): Written {
     const starts = new Uint32Array(words.length);
     const ends = new Uint32Array(words.length);
     const parts: string[] = [];
@@ -69,8 +77,8 @@ export class Written {
       at += part.length;
     };
     words.forEach((word, token) => {
-      const continues = isApart && word.startsWith(CONTINUES);
-      if (token && isApart && !continues) add(" ");
+      const continues = word.startsWith(CONTINUES);
+      if (token && !continues) add(" ");
       starts[token] = at;
       add(BLANKS.test(word) ? word : visible(continues ? word.slice(CONTINUES.length) : word));
       ends[token] = at;

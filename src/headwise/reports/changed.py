@@ -34,16 +34,16 @@ def changed_heads(diff: ScanDiff, *, n: int, names: tuple[str, str]) -> list[Hea
     """
     sizes = change_sizes(diff)
     heads: list[HeadChange] = []
-    for total in diff.top(n=len(diff.before.heads)):
+    for total in diff.top(n=diff.apart.numel()):
         head = total.layer_index, total.head
-        own = {name: float(size[head].nan_to_num()) for name, size in sizes.items()}
-        own = {name: x for name, x in own.items() if x and not is_missing(diff, name, head)}
-        most = max(own.values(), default=0.0)
-        lead = {name: x + (name == WIDTH and 2 * x >= most) for name, x in own.items()}
-        for name in sorted(lead, key=lead.__getitem__, reverse=True):
-            if change := make_change(diff, name, head, own[name], names):
-                heads.append(replace(change, sentence=_describe_changed_head(diff, change)))
-                break
+        here = {name: float(size[head].nan_to_num()) for name, size in sizes.items()}
+        here = {name: x for name, x in here.items() if x and not is_missing(diff, name, head)}
+        ranked = sorted(here, key=here.__getitem__, reverse=True)
+        if WIDTH in here and 2 * here[WIDTH] >= here[ranked[0]]:
+            ranked.insert(0, WIDTH)
+        made = (make_change(diff, name, head, here[name], names) for name in ranked)
+        if change := next(filter(None, made), None):
+            heads.append(replace(change, sentence=_describe_changed_head(diff, change)))
         if len(heads) >= n:
             break
     return heads
@@ -76,12 +76,13 @@ def describe_total_change(diff: ScanDiff) -> str:
         return f"None of {total} changed by more than 1; the most by {_round_up(values[0])}"
     if large == len(values):
         return f"All {total} changed by more than 1; the least by {values[-1]:.2g}"
-    return f"{large} of {total} changed by more than 1; the rest by at most " + _round_up(
-        values[large]
-    )
+    rest = _round_up(values[large])
+    return f"{large} of {total} changed by more than 1; the rest by at most {rest}"
 
 
 def _round_up(value: float) -> str:
     """Return a number in two digits that is not below it."""
+    if not value:
+        return "0"
     step = 10.0 ** (math.floor(math.log10(value)) - 1)
     return f"{math.ceil(value / step - 1e-9) * step:.2g}"

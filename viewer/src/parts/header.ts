@@ -148,7 +148,7 @@ export class Header implements Part {
       const maps = [thumbnails.of(layer, head), other && others ? others.of(other.layer, other.head) : null];
       const value = total && valueOf(this.app.scan, total.name, layer, head);
       const words = element("span", {}, element("b", {}, nameOf(change)), ` ${sentence} `, element("span", { class: "soft" }, value == null ? "" : `(total ${number(value)})`));
-      return this.card({ ...change, statistic: total?.name ?? change.statistic }, n, [
+      return this.card(change, n, [
         element("span", { class: "maps", "aria-hidden": "true" }, ...maps.map((bytes) => (bytes ? thumbnail(bytes) : element("span")))), words,
       ]);
     });
