@@ -300,7 +300,9 @@ export class App implements Seen {
   }
 
   /** Preview a token; null goes back to the pinned one. */
-  hover(token: number | null, direction: State["direction"] = this.state.direction): void {
+  hover(at: number | null, direction: State["direction"] = this.state.direction): void {
+    // Over the second token the pair stays lit.
+    const token = at === this.state.second ? null : at;
     if (this.hovered?.token === (token ?? undefined) && this.hovered?.direction === direction) return;
     this.hovered = token === null ? null : { token, direction };
     this.updateLight();

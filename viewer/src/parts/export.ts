@@ -133,11 +133,14 @@ export class Export {
 }
 
 const ENDS = ["at least", "at most"];
+const ROUNDING = 5e-5; // of five digits
 
 /** Return a value in the digits that it has, with the ends of what is known of it: a stored weight stands for half a step around. */
 function withEnds(value: number, error: number | undefined): number[] {
-  const ends = error === undefined ? endsOf(value) : [value - error, value + error];
-  return [value, ...ends].map((each) => Number(each.toPrecision(4)));
+  const [low, high] = error === undefined ? endsOf(value) : [value - error, value + error];
+  // The ends are rounded outwards.
+  const outward = (end: number, sign: number): number => Number((end + sign * ROUNDING * Math.abs(end)).toPrecision(5));
+  return [Number(value.toPrecision(4)), outward(low, -1), outward(high, 1)];
 }
 
 function table(columns: string[], rows: (string | number)[][]): string {
