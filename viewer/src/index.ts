@@ -86,7 +86,7 @@ function tabList(app: App, root: HTMLElement): { root: HTMLElement; update(): vo
     update: () => {
       // The text stays where the heads left it; a page that opens with one word has the height of numbers.
       const isLinks = showsLinks(app.state);
-      const height = root.querySelector<HTMLElement>(".heads")?.offsetHeight ?? 0;
+      const height = root.querySelector<HTMLElement>(".heads")?.getBoundingClientRect().height ?? 0;
       if (isLinks && !root.hasAttribute("data-links")) root.style.setProperty("--row", `${app.isDrawn ? height : HEAD_ROOM + HEAD_ROW * app.scan.layers.length}px`);
       root.toggleAttribute("data-links", isLinks);
       root.dataset["tab"] = app.state.tab;

@@ -57,7 +57,7 @@ export class Pinned implements Part {
     const text = texts[this.app.linkMode === "A" ? 0 : 1]?.[(asked.direction === "keys" ? layer?.key_text : layer?.query_text) ?? -1] ?? null;
     const word = asked.other !== null ? "" : link.isEven ? "evenly" : wordOf(text, asked.sequence, link.other);
     const share = isChange ? change(link.weight) : link.weight < 0.01 ? percent(link.weight) : shortShare(link);
-    const choice = button("", { tabindex: -1, "data-head": nameOf(link) }, () => this.app.choose(link));
+    const choice = button("", { tabindex: -1, "data-head": nameOf(link), title: `${nameOf(link)} ${word} ${share}` }, () => this.app.choose(link));
     choice.append(element("b", {}, nameOf(link)), word && element("span", { class: "word" }, word), share);
     return choice;
   }
