@@ -11,7 +11,12 @@ from torch import Tensor
 from headwise import Attention, Rotary
 from headwise.function import Latent
 from headwise.function.rotary import axes_of_sections
-from headwise.function.scaling import LinearScaling, ProportionalScaling
+from headwise.function.scaling import (
+    DynamicScaling,
+    LinearScaling,
+    LongScaling,
+    ProportionalScaling,
+)
 from headwise.function.spec import TemperatureRule, ValueRule
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
@@ -38,8 +43,13 @@ class Drawn:
         return {name: plain(x) for name, x in self.layer.state_dict().items()}
 
 
-def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> Drawn:
-    """A layer with parameters none of which is 0 or 1; ``decodes``: no query sees a later key."""
+def draw_layer(
+    chance: Chance, dtype: torch.dtype, *, decodes: bool = False, told: bool = False
+) -> Drawn:
+    """A layer with parameters none of which is 0 or 1.
+
+    ``decodes``: no query sees a later key. ``told``: calls may be given positions.
+    """
     kv_heads = chance.choose((1, 2, 3))
     heads, head_dim = kv_heads * chance.choose((1, 2, 3)), chance.choose((10, 8, 4))
     embed_dim = chance.choose((12, 20, 33))
@@ -67,7 +77,7 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
     if not has_latent and not decodes and chance.maybe(0.25):
         given["source_dim"] = 15
     else:
-        _places(chance, given, options, decodes=decodes)
+        _places(chance, given, options, decodes=decodes, told=told)
     if not has_latent and chance.maybe(0.3):
         place = chance.choose(("before", "before", "after"))
         norm = {
@@ -114,7 +124,7 @@ def _draw_latent(chance: Chance, given: dict[str, Any], options: dict[str, Any])
 
 
 def _places(
-    chance: Chance, given: dict[str, Any], options: dict[str, Any], *, decodes: bool
+    chance: Chance, given: dict[str, Any], options: dict[str, Any], *, decodes: bool, told: bool
 ) -> None:
     """Rotary, a bias by distance and a window, each in some layers."""
     if chance.maybe(0.4):
@@ -130,6 +140,12 @@ def _places(
         if pairs > 1 and chance.maybe(0.3):
             axes = axes_of_sections((pairs - 1, 1), order=chance.choose(("blocks", "in turn")))
             given["rotary"] = replace(given["rotary"], axes=axes)
+        if told and pairs > 1 and chance.maybe(0.3):
+            given["rotary"] = _draw_by_length(chance, given["rotary"], pairs)
+        elif told and "latent" not in given and given["head_dim"] % 4 == 0 and chance.maybe(0.2):
+            order = chance.choose(("halves", "alternating", "parts"))
+            given["rotary"] = Rotary.of_plane(100.0, given["head_dim"], order=order)
+            options["plane"] = order
     if chance.maybe(0.25):
         kind = chance.choose(("steps", "smooth"))
         given["temperature"] = TemperatureRule(
@@ -149,17 +165,36 @@ def _places(
     options["window"] = given.get("window")
 
 
-def _numbers(layer: Attention, options: dict[str, Any]) -> None:
+def _draw_by_length(chance: Chance, rotary: Rotary, pairs: int) -> Rotary:
+    """Frequencies that change with the number of tokens, beyond a small one."""
+    length = chance.choose((5, 12))
+    if chance.maybe():
+        return replace(rotary, scaling=DynamicScaling(3.0, length))
+    short, many = ([1.0 + i / d for i in range(pairs)] for d in (7, 2))
+    return replace(rotary, scaling=LongScaling((*short,), (*many,), length, 4.0))
+
+
+def _numbers(layer: Attention, options: dict[str, Any], positions: Tensor | None = None) -> None:
     """The frequencies and slopes of a layer, which are float32, after a look at each."""
     if (rotary := layer.rotary) is not None:
-        turns = plain(rotary.frequencies(layer.head_dim))
-        exact = oracle_layers.frequencies(rotary.theta, rotary.rotated_width(layer.head_dim))
+        width = rotary.rotated_width(layer.head_dim)
+        lengths = None if positions is None else positions.amax((0, 2))[:, None] + 1
+        turns = plain(rotary.frequencies(layer.head_dim, length=lengths))
+        exact = oracle_layers.frequencies(rotary.theta, width)
         if isinstance(rotary.scaling, LinearScaling):
             exact = exact / 2.0
-        elif rotary.scaling is not None:
+        elif isinstance(rotary.scaling, ProportionalScaling):
             exact = np.where(np.arange(len(exact)) < len(exact) // 2, exact, 0.0)
-        _check_numbers("frequencies", turns, exact)
-        options |= {"turns": -turns if rotary.backwards else turns, "pairing": rotary.pairing}
+        elif rotary.scaling is not None:
+            rule = vars(rotary.scaling)
+            reached = None if lengths is None else plain(lengths)
+            exact = oracle_layers.frequencies_at(rotary.theta, width, rule, reached)
+            options["amplitude"] = oracle_layers.amplitude(rule)
+        if order := options.get("plane"):
+            exact = oracle_layers.frequencies_of_plane(rotary.theta, width, order)
+        _check_numbers("frequencies", turns, exact.reshape(turns.shape))
+        pairing = "parts" if options.get("plane") == "parts" else rotary.pairing
+        options |= {"turns": -turns if rotary.backwards else turns, "pairing": pairing}
         options["axes"] = rotary.axes
     bias = layer.score_bias
     if bias is not None and hasattr(bias, "options"):
@@ -183,7 +218,7 @@ def _check_numbers(name: str, found: Array, exact: Array) -> None:
 def layer_case(chance: Chance) -> str:
     """One call of a layer: the output, one reading, and in float64 the gradient."""
     dtype = chance.choose(MOSTLY_EXACT)
-    drawn = draw_layer(chance, dtype)
+    drawn = draw_layer(chance, dtype, told=True)
     layer = drawn.layer
     batch, queries = chance.choose((1, 2, 3)), chance.between(1, 20)
     crosses = layer.source_dim != layer.embed_dim
@@ -201,6 +236,8 @@ def layer_case(chance: Chance) -> str:
         inputs["gate"] = chance.normal(*gate, dtype=dtype)
     positions = _draw_positions(chance, layer, batch, queries)
     drawn.options["positions"] = None if positions is None else plain(positions)
+    if layer.rotary is not None and layer.rotary.depends_on_length:
+        _numbers(layer, drawn.options, positions)
     shape = None if positions is None else tuple(positions.shape)
     said = f"{drawn.said} on {batch}x{queries}x{keys} gate={gate} positions={shape} {shaping.words}"
     with describing(said), tiled(chance):
@@ -210,9 +247,11 @@ def layer_case(chance: Chance) -> str:
 
 def _draw_positions(chance: Chance, layer: Attention, batch: int, queries: int) -> Tensor | None:
     """(axes, batch, queries) for a layer that takes them."""
-    if not layer.takes_positions or chance.maybe(0.6):
+    rotary = layer.rotary
+    is_told = rotary is not None and (rotary.depends_on_length or rotary.numbers is not None)
+    if not is_told and (not layer.takes_positions or chance.maybe(0.6)):
         return None
-    axes = 1 if layer.rotary is None else layer.rotary.axis_count
+    axes = 1 if rotary is None else rotary.axis_count
     return (10 * chance.normal(axes, batch, queries, dtype=torch.float64)).abs().long()
 
 

@@ -42,18 +42,58 @@ def frequencies(theta: float, width: int) -> Array:
     return theta ** (-np.arange(0, width, 2) / width)
 
 
-def rotated(x: Array, turns: Array, pairing: str, places: Array | None = None) -> Array:
+def frequencies_at(theta: float, width: int, rule: dict[str, Any], lengths: Array | None) -> Array:
+    """Frequencies that change beyond ``original_length``, (batch, 1, pairs).
+
+    A list of factors for long sequences (Ding et al. 2024, section 3.2), or a theta that grows.
+    """
+    lengths = np.zeros((1, 1)) if lengths is None else lengths
+    most, plain = rule["original_length"], frequencies(theta, width)
+    is_long = (lengths > most)[..., None]
+    if "long_factors" in rule:
+        factors = np.where(is_long, rule["long_factors"], rule["short_factors"])
+        return plain / factors
+    growth = rule["factor"] * np.maximum(lengths, most) / most - (rule["factor"] - 1)
+    grown = theta * growth ** (width / (width - 2))
+    return grown[..., None] ** (-np.arange(0, width, 2) / width)
+
+
+def amplitude(rule: dict[str, Any]) -> float:
+    """The factor of rotated vectors of a list of factors."""
+    if "long_factors" not in rule:
+        return 1.0
+    return float(np.sqrt(1 + np.log(rule["factor"]) / np.log(rule["original_length"])))
+
+
+def frequencies_of_plane(theta: float, width: int, order: str) -> Array:
+    """Frequencies of rows, then of columns."""
+    each = frequencies(theta, width)
+    rows, columns = each[::2], each[1::2] if order == "alternating" else each[::2]
+    return np.concatenate([rows, columns])
+
+
+def _pairs(pairing: str, width: int) -> tuple[Array, Array]:
+    """The first and the second channel of each pair."""
+    channels = np.arange(width)
+    if pairing == "interleaved":
+        return channels[::2], channels[1::2]
+    halves = channels.reshape(2 if pairing == "parts" else 1, 2, -1)
+    return halves[:, 0].reshape(-1), halves[:, 1].reshape(-1)
+
+
+def rotated(
+    x: Array, turns: Array, pairing: str, places: Array | None = None, amplitude: float = 1.0
+) -> Array:
     """Each pair of channels turned by its angle at its place; channels behind are left.
 
     ``places`` are those of each pair, (batch, length, pairs); tokens count without them.
     """
-    width = 2 * len(turns)
     angles = np.arange(x.shape[2])[:, None] * turns
     if places is not None:
         angles = (places * turns)[:, None]
-    first = slice(0, width, 2) if pairing == "interleaved" else slice(0, width // 2)
-    second = slice(1, width, 2) if pairing == "interleaved" else slice(width // 2, width)
+    first, second = _pairs(pairing, 2 * turns.shape[-1])
     out = x.copy()
+    x = x * amplitude
     out[..., first] = x[..., first] * np.cos(angles) - x[..., second] * np.sin(angles)
     out[..., second] = x[..., first] * np.sin(angles) + x[..., second] * np.cos(angles)
     return out
@@ -144,9 +184,9 @@ def turned(o: dict[str, Any], x: Array) -> Array:
         return x
     places = o.get("positions")
     if places is not None:
-        axes = o["axes"] or (0,) * len(o["turns"])
+        axes = o["axes"] or (0,) * o["turns"].shape[-1]
         places = np.stack([places[axis] for axis in axes], -1)
-    return rotated(x, o["turns"], o["pairing"], places)
+    return rotated(x, o["turns"], o["pairing"], places, o.get("amplitude", 1.0))
 
 
 def latent(p: Parameters, o: dict[str, Any], x: Array, name: str, *, normed: bool) -> Array:

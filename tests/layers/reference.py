@@ -164,14 +164,17 @@ def normalised(x: Tensor, spec: QKNorm, norm: nn.Module | None) -> Tensor:
 def rotated(x: Tensor, rotary: Rotary, places: Tensor) -> Tensor:
     """Pair by pair, as rotations of the plane."""
     width = rotary.rotated_width(x.shape[-1])
-    frequencies = rotary.frequencies(x.shape[-1]).to(x.dtype)
+    reached = places.amax((0, 2))[:, None] + 1 if rotary.depends_on_length else None
+    frequencies = rotary.frequencies(x.shape[-1], length=reached).to(x.dtype)
     axes = rotary.axes or (0,) * (width // 2)
     places = places.expand(max(axes) + 1, -1, -1) if len(places) == 1 else places
     out = list(x.unbind(-1))
     for pair in range(width // 2):
-        interleaved = rotary.pairing == "interleaved"
-        i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + width // 2)
-        turn = places[axes[pair]].to(x.dtype)[:, None] * frequencies[pair]
+        half = width // 2 // rotary.parts
+        i, j = pair + pair // half * half, pair + pair // half * half + half
+        if rotary.pairing == "interleaved":
+            i, j = 2 * pair, 2 * pair + 1
+        turn = places[axes[pair]].to(x.dtype)[:, None] * frequencies[..., pair, None]
         turn = -turn if rotary.backwards else turn
         cos, sin = turn.cos(), turn.sin()
         out[i] = (x[..., i] * cos - x[..., j] * sin) * rotary.amplitude

@@ -61,14 +61,15 @@ def assert_same_function(layout: str | Layout, real: Real) -> None:
 
 
 @torch.no_grad()
-def assert_gives(layer: Attention, real: Real) -> None:
-    """A layer gives the outputs, to within rounding.
+def assert_gives(layer: Attention, real: Real, ours: Tensor | None = None) -> None:
+    """A layer gives the outputs, to within rounding; ``ours`` are those it gave in steps.
 
     Rounding the scores, each at most scale |q| |k| =: p, by u changes a weight by the factor
     1 + 2 p u, and the softmax by some u more; every product of n terms adds n u. All of it is
     relative to |A| |v| |wo|, which is computed here.
     """
-    ours = layer(real.x, real.source, mask=real.mask, score_bias=real.score_bias)
+    if ours is None:
+        ours = layer(real.x, real.source, mask=real.mask, score_bias=real.score_bias)
     difference = (ours - real.outputs).abs()
     bound = _bound(layer, real)
     assert (difference <= bound).all(), f"off by {(difference / bound).max():.3g} of the budget"

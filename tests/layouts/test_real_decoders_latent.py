@@ -22,7 +22,7 @@ from headwise.layers import latent as forms
 from headwise.layouts.equality import same_bytes
 from headwise.layouts.registry import layout
 from tests.cli.alone import Alone
-from tests.layouts.captured import THETA, angles, captured, model_of
+from tests.layouts.captured import SINGLE, THETA, angles, captured, model_of
 from tests.layouts.real import Real, assert_gives, assert_same_function
 from tests.quick import others_slow
 
@@ -283,14 +283,16 @@ def test_steps_with_a_cache_equal_the_class(tmp_path: Path) -> None:
     table = model.rotary_emb(x, places)
     past = transformers.DynamicCache()
     cache = layer.cache(batch=1, length=24)
+    steps, expected = [], []
     for start, end in ((0, 9), (9, 10), (10, 24)):
         part = x[:, start:end]
         hidden = torch.ones(end - start, end, dtype=torch.bool).triu(start + 1)
         mask = torch.zeros(hidden.shape, dtype=x.dtype).masked_fill(hidden, -torch.inf)
         given = tuple(each[:, start:end] for each in table)
-        expected = module(part, given, mask[None, None], past_key_values=past)[0]
-        found = layer(part, mask=Mask.causal(), cache=cache)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        expected.append(module(part, given, mask[None, None], past_key_values=past)[0])
+        steps.append(layer(part, mask=Mask.causal(), cache=cache))
+    real = Real({}, x, torch.cat(expected, 1), {}, mask=Mask.causal(), unit=SINGLE)
+    assert_gives(layer, real, torch.cat(steps, 1))
 
 
 @pytest.fixture(scope="module")

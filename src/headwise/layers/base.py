@@ -18,6 +18,7 @@ from headwise.function.rotary import Rotary
 from headwise.function.spec import GateKind, Latent, TemperatureRule, ValueRule
 from headwise.layers.distance import PositionBias
 from headwise.layers.norm import QKNorm
+from headwise.layers.options import OPTIONS, POSITIONAL, check_type, refuse
 from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
@@ -287,26 +288,14 @@ class AttentionBase(nn.Module):
         if self.num_kv_heads != self.num_heads:
             parts.append(f"{self.num_kv_heads} kv_heads")
         usual = {"value_dim": self.head_dim, "source_dim": self.embed_dim}
-        for name in (
-            *usual,
-            "rotary",
-            "window",
-            "scale",
-            "softcap",
-            "temperature",
-            "clip",
-            "values",
-        ):
-            if getattr(self, name) != usual.get(name):
-                parts.append(f"{name}={getattr(self, name)}")
+        for name in (*usual, "scale", *OPTIONS):
+            option = getattr(self, name)
+            if option != usual.get(name) and not isinstance(option, nn.Module | QKNorm):
+                parts.append(f"{name}={option}")
         if self.sink is not None:
             parts.append("sink")
         if self.dropout:
             parts.append(f"dropout={self.dropout}")
-        if self.output_gate is not None:
-            parts.append(f"output_gate={self.output_gate}")
-        if self.latent is not None:
-            parts.append(f"{self.latent}")
         if self.proof:
             parts.append(self.proof)
         return ", ".join(parts)
@@ -365,8 +354,8 @@ def check_options(
             do="num_kv_heads=" + ", ".join(map(str, divisors)),
         )
     _check_option_types(layer, score_bias)
-    positional = {"rotary": layer.rotary, "window": layer.window, "score_bias": score_bias}
-    for name, option in (positional | {"temperature": layer.temperature}).items():
+    for name in POSITIONAL:
+        option = score_bias if name == "score_bias" else getattr(layer, name)
         if crosses and option is not None:
             refuse_in_cross_attention(name, option, f"source_dim={layer.source_dim}")
     if layer.rotary is not None:
@@ -376,13 +365,9 @@ def check_options(
 
 
 def _check_latent(layer: AttentionBase, latent: Any, *, k_bias: bool, v_bias: bool) -> None:
-    is_latent = isinstance(latent, Latent)
-    if not is_latent or latent.rank is None or latent.shared_width is None:
-        raise OptionError(
-            saw=f"latent={latent if is_latent else describe_value(latent)}",
-            needed="a Latent with a rank and a shared_width",
-            do="latent=Latent(rank=512, shared_width=64), of headwise.function",
-        )
+    check_type("latent", latent)
+    if latent.rank is None or latent.shared_width is None:
+        refuse("latent", str(latent))
     ranks = {"rank": latent.rank, "shared_width": latent.shared_width}
     if latent.query_rank is not None:
         ranks["query_rank"] = latent.query_rank
@@ -433,36 +418,11 @@ def refuse_in_cross_attention(name: str, option: object, source: str) -> NoRetur
 
 
 def _check_option_types(layer: AttentionBase, score_bias: object) -> None:
-    kinds = (
-        ("rotary", layer.rotary, Rotary, "a Rotary", "rotary=Rotary()"),
-        ("qk_norm", layer.qk_norm, QKNorm, "a QKNorm", "qk_norm=QKNorm()"),
-        (
-            "temperature",
-            layer.temperature,
-            TemperatureRule,
-            "a TemperatureRule, of headwise.function",
-            "temperature=TemperatureRule(0.1, 8192)",
-        ),
-        ("values", layer.values, ValueRule, "a ValueRule, of headwise.function", "values=None"),
-        ("output_norm", layer.output_norm, QKNorm, "a QKNorm", 'QKNorm(over="width")'),
-        (
-            "score_bias",
-            score_bias,
-            PositionBias,
-            "an Alibi or a T5Bias; a ScoreBias is an argument of the call",
-            "score_bias=Alibi()",
-        ),
-    )
-    for name, option, kind, needed, do in kinds:
-        if option is not None and (isinstance(option, type) or not isinstance(option, kind)):
-            raise OptionError(saw=f"{name}={describe_value(option)}", needed=needed, do=do)
+    for name in OPTIONS:
+        check_type(name, score_bias if name == "score_bias" else getattr(layer, name))
     clip, norm = layer.clip, layer.output_norm
     if clip is not None and not 0 < clip < math.inf:
-        raise OptionError(
-            saw=f"clip={describe_value(clip)}",
-            needed="the largest size of queries, keys and values, a positive number",
-            do="e.g. clip=8.0, or None",
-        )
+        refuse("clip", describe_value(clip))
     if norm is not None and norm.over == "head" and norm.has_weight:
         raise OptionError(
             saw=f"output_norm={norm}",
@@ -470,12 +430,8 @@ def _check_option_types(layer: AttentionBase, score_bias: object) -> None:
             do='QKNorm(over="width") as in BitNet, or QKNorm(has_weight=False)',
         )
     window = layer.window
-    if window is not None and (not isinstance(window, tuple) or len(window) != 2):
-        raise OptionError(
-            saw=f"window={describe_value(window)}",
-            needed="(left, right): the number of keys before and after a query's position",
-            do="window=(W - 1, 0) for a causal window of W keys, the query's own key included",
-        )
+    if window is not None and len(window) != 2:
+        refuse("window", describe_value(window))
     if window is not None:
         # This refuses a side that is no number from 0.
         (band,) = Mask.window(*window).clauses_of_kind(Band)

@@ -14,6 +14,7 @@ from headwise.function.stages import split_heads
 from headwise.layers import packing
 from headwise.layers.base import AttentionBase, refuse_in_cross_attention
 from headwise.layers.cache import Cache
+from headwise.layers.options import POSITIONAL
 from headwise.masks.clauses.lengths import PaddingClause
 from headwise.support.arguments import ArgumentAdvice
 from headwise.support.text import describe_move, describe_sizes, describe_value
@@ -21,12 +22,6 @@ from headwise.support.tracing import may_check_values
 
 X_AXES = ("batch", "queries", "embed_dim")
 SOURCE_AXES = ("batch", "keys", "source_dim")
-POSITIONAL_OPTIONS = (
-    "rotary",
-    "window",
-    "score_bias",
-    "temperature",
-)  # need positions in one sequence
 
 
 # ---- arguments of a call ------------------------------------------------------------------------
@@ -104,7 +99,7 @@ def check_source(layer: AttentionBase, x: Tensor, source: Tensor | None) -> None
             needed="the same batch",
             do="source.expand(...), or one source for each sequence",
         )
-    for name in POSITIONAL_OPTIONS:
+    for name in POSITIONAL:
         if getattr(layer, name) is not None:
             refuse_in_cross_attention(name, getattr(layer, name), "a source")
 

@@ -9,26 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.function import spec as rules
 from headwise.function.distance import slopes_of
 from headwise.function.gate import gate_width, kind_of_width
-from headwise.function.rotary import Rotary
 from headwise.function.spec import (
-    ABSENT,
     FROM_CONFIG,
     USUAL_SCALE,
     AttentionSpec,
     GateKind,
     Latent,
-    Softcap,
 )
 from headwise.function.weights import NORMS, State, bias_of
 from headwise.layers.base import AttentionBase
-from headwise.layers.distance import Alibi, AlibiSlopes, T5Bias, T5BucketTable
-from headwise.layers.norm import QKNorm
+from headwise.layers.distance import Alibi, T5Bias
+from headwise.layers.options import OPTIONS, is_settled
 from headwise.layouts import pattern
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import find_modules
@@ -205,40 +202,19 @@ def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
 
 
 def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
-    rotary, norm, scale = layer.rotary, layer.qk_norm, layer.scale
-    usual, rotation = layer.head_dim**-0.5, None
+    rotary, scale, usual = layer.rotary, layer.scale, layer.head_dim**-0.5
     is_usual = scale is None or math.isclose(scale, usual, rel_tol=_ROUNDING)
+    options = {name: getattr(layer, name) for name in OPTIONS}
+    fields = {name: OPTIONS[name].field(x) for name, x in options.items() if x is not None}
     if rotary is not None:
-        width = rotary.rotated_width(layer.head_dim)
-        rotation = replace(rotary.rule, width=width)
+        fields["rotary"] = replace(rotary.rule, width=rotary.rotated_width(layer.head_dim))
     return AttentionSpec(
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,
         scale=USUAL_SCALE if scale is None or is_usual else scale,
-        rotary=rotation or ABSENT,
-        qk_norm=ABSENT if norm is None else norm.rule,
-        softcap=ABSENT if layer.softcap is None else Softcap(layer.softcap),
-        score_bias=_score_bias_rule(layer.score_bias),
-        window=ABSENT if layer.window is None else layer.window,
-        output_gate=layer.output_gate or ABSENT,
-        temperature=layer.temperature or ABSENT,
-        clip=ABSENT if layer.clip is None else layer.clip,
-        values=layer.values or ABSENT,
-        output_norm=ABSENT if layer.output_norm is None else layer.output_norm.rule,
-        latent=layer.latent or ABSENT,
+        **fields,
     )
-
-
-def _score_bias_rule(
-    module: nn.Module | None,
-) -> rules.AlibiRule | rules.BucketRule | rules.Other | rules.Unset:
-    if isinstance(module, AlibiSlopes):
-        return rules.AlibiRule(module.bias_max, slopes=module.slopes)
-    if isinstance(module, T5BucketTable):
-        t5 = module.options
-        return rules.BucketRule(t5.buckets, t5.max_distance, t5.bidirectional)
-    return ABSENT if module is None else rules.Other(f"that of {type(module).__name__}")
 
 
 def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
@@ -246,40 +222,16 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
 
     Settings that are open, and forms that no layer has, have none.
     """
-    options: dict[str, Any] = {}
-    rotary, norm, bias = spec.rotation, spec.qk_norm, spec.score_bias
-    if rotary is not None and rotary.theta is not FROM_CONFIG:
-        options["rotary"] = Rotary.of(rotary)
+    fields = {name: getattr(spec, name) for name in OPTIONS}
+    options = {name: OPTIONS[name].option(x) for name, x in fields.items() if is_settled(x)}
     if spec.scale == USUAL_SCALE:
         options["scale"] = None
     elif isinstance(spec.scale, float | int) or (spec.scale and spec.head_dim):
         options["scale"] = spec.factor
-    if isinstance(norm, rules.NormRule) and norm.eps is not FROM_CONFIG:
-        options["qk_norm"] = QKNorm.of(norm)
-    if isinstance(spec.softcap, Softcap) and spec.softcap.limit is not FROM_CONFIG:
-        options["softcap"] = spec.softcap.limit
-    if isinstance(bias, rules.AlibiRule) and not bias.before_scale:
-        options["score_bias"] = Alibi(bias.bias_max, bias.slopes)
-    elif spec.num_heads and spec.head_dim and (slopes := slopes_of(spec)) is not None:
-        options["score_bias"] = Alibi(slopes=(*slopes.tolist(),))
-    if isinstance(bias, rules.BucketRule) and bias.buckets is not FROM_CONFIG:
-        options["score_bias"] = T5Bias(bias.buckets, bias.max_distance, bias.bidirectional)
-    if isinstance(spec.window, tuple) and spec.window[0] is not FROM_CONFIG:
-        options["window"] = spec.window
-    if isinstance(spec.output_gate, str):
-        options["output_gate"] = spec.output_gate
-    if isinstance(spec.temperature, rules.TemperatureRule):
-        options["temperature"] = spec.temperature
-    if spec.bound is not None:
-        options["clip"] = spec.bound
-    if isinstance(spec.values, rules.ValueRule) and FROM_CONFIG not in vars(spec.values).values():
-        options["values"] = spec.values
-    norm = spec.output_norm
-    if isinstance(norm, rules.NormRule) and norm.eps is not FROM_CONFIG:
-        options["output_norm"] = QKNorm.of(norm)
-    if spec.compressed is not None and spec.compressed.rank is not None:
-        options["latent"] = spec.compressed
-    return options
+    if options.get("score_bias") is None and spec.num_heads and spec.head_dim:
+        slopes = slopes_of(spec)
+        options["score_bias"] = None if slopes is None else Alibi(slopes=(*slopes.tolist(),))
+    return {name: x for name, x in options.items() if x is not None or name == "scale"}
 
 
 def require_same_function_as_source(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.function import distance
-from headwise.function.spec import BIAS_MAX
+from headwise.function.spec import BIAS_MAX, AlibiRule, BucketRule
 from headwise.layers.norm import Placement
 from headwise.masks.clause import Align
 from headwise.masks.score_bias import ScoreBias
@@ -138,6 +138,11 @@ class AlibiSlopes(FixedTable):
         super().__init__(slopes or single, least=torch.float32, **place)
         self.bias_max, self.slopes = bias_max, slopes
 
+    @property
+    def rule(self) -> AlibiRule:
+        """The slopes, as `AttentionSpec` has them."""
+        return AlibiRule(self.bias_max, slopes=self.slopes)
+
     def forward(self, *, align: Align | None) -> ScoreBias:
         """Return the bias ``-slope * |key - query|``."""
         return ScoreBias.alibi(self.numbers, align=align)
@@ -228,6 +233,12 @@ class T5BucketTable(FixedTable):
         self.options = options
         self.relative_attention_bias = nn.Embedding(options.buckets, num_heads, **place)
         self.reset_parameters()
+
+    @property
+    def rule(self) -> BucketRule:
+        """The buckets, as `AttentionSpec` has them."""
+        t5 = self.options
+        return BucketRule(t5.buckets, t5.max_distance, t5.bidirectional)
 
     def reset_parameters(self) -> None:
         """Set the table to 0."""

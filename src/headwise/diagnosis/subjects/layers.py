@@ -19,8 +19,9 @@ from headwise.errors import HeadwiseError, OptionError
 from headwise.function.rounding import is_near
 from headwise.function.spec import AttentionSpec, Sides
 from headwise.function.stages import mix_values
-from headwise.layers import checks, conversion, distance
+from headwise.layers import conversion, distance
 from headwise.layers.attention import Attention
+from headwise.layers.options import POSITIONAL
 from headwise.layouts import registry
 from headwise.masks.mask import Mask
 from headwise.scanning.call import CapturedCall
@@ -62,7 +63,7 @@ class NativeSubject(ModuleSubject):
 
     def __init__(self, layer: Attention) -> None:
         super().__init__(layer, "headwise.Attention")
-        self.takes_source = all(getattr(layer, name) is None for name in checks.POSITIONAL_OPTIONS)
+        self.takes_source = all(getattr(layer, name) is None for name in POSITIONAL)
         self.step_arguments = frozenset({"mask"})
 
     @cached_property

@@ -90,7 +90,7 @@ def _yield_unprofitable_conditions(problem: KernelInput, v: Tensor) -> Iterator[
     yield large, "the fused kernel needs this mask as a dense queries x keys tensor"
     yield 0 in (problem.q.numel(), problem.k.numel(), v.numel()), "an axis is empty"
     costly = _costs_more_to_copy(problem, v)
-    yield costly, "few queries: copying strided keys or values for the fused kernel costs more"
+    yield costly, "few queries: copying keys or values for the fused kernel costs more"
     double = problem.q.dtype == torch.float64 and problem.q.device.type != "cpu"
     yield double, "the fused kernel takes no float64 on this device"
 
@@ -123,7 +123,8 @@ def _needs_large_mask(problem: KernelInput) -> bool:
 
 def _costs_more_to_copy(problem: KernelInput, v: Tensor) -> bool:
     """True if k or v must be copied for the fused kernel, and is larger than the weights."""
-    if not (has_strided_last_axis(problem.k) or has_strided_last_axis(v)):
+    is_padded = problem.k.shape[-1] != v.shape[-1]
+    if not (is_padded or has_strided_last_axis(problem.k) or has_strided_last_axis(v)):
         return False
     queries = problem.q.shape[2]
     if torch.compiler.is_compiling():
