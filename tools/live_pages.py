@@ -1,10 +1,11 @@
-"""Pages of the viewer that the documentation shows alive; ``tools.site`` puts them into the site."""
+"""Live pages of the viewer in the documentation; ``tools.site`` puts them into the site."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from headwise.reports.page import render_scan_page
 from headwise.reports.report import ScanReport
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import TopKeysOfEveryQuery
+from headwise.scanning.statistics.statistic import TileStatistic
 
 HEADS, TWO_MODELS = "live/heads.html", "live/two-models.html"
 CHANGED = (2, 0)  # the layer and the head that attends evenly in the second model
@@ -47,13 +49,14 @@ def render_heads() -> str:
 
 def scan_code(*, changed: bool) -> HeadScan:
     """Scan the small model on code; with ``changed``, one head attends evenly."""
-    model, (layer, head) = tiny.load(), CHANGED
+    model: Any = tiny.load()
+    layer, head = CHANGED
     if changed:
         attention = model.blocks[layer].attention
         width = attention.head_dim
         with torch.no_grad():
             attention.q_proj.weight[head * width : (head + 1) * width] = 0
-    wanted = ["standard", TopKeysOfEveryQuery()]
+    wanted: list[str | TileStatistic] = ["standard", TopKeysOfEveryQuery()]
     return scan(model, tiny.encode(CODE)[None], statistics=wanted)
 
 

@@ -42,10 +42,8 @@ FILTER = (
 
 
 VIEWER, HOME = "viewer.md", "index.md"
-# Below the first picture of a page. A frame has the colour scheme that the reader chose for the site.
-FRAME = (
-    '<iframe class="live" src="{}" loading="lazy" title="The page of a scan of two models"></iframe>'
-)
+# Below the first picture of a page. A frame has the colour scheme that the reader chose.
+FRAME = '<iframe class="live" src="{}" loading="lazy" title="The page of a scan"></iframe>'
 LINKS = (
     f"Open a live page: [a trained encoder and the small model]({live_pages.HEADS}), or "
     f"[one model beside a changed copy]({live_pages.TWO_MODELS}), of which one head attends evenly."

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from markupsafe import escape
 from torch import nn
 
@@ -171,7 +172,7 @@ def _as_written(text: ScannedText, tokenizer: StoredTokenizer) -> ScannedText:
     sequences = []
     for ids, written in text.split():
         made = None if written is not None else tokenizer.write(ids.tolist())
-        sequences.append(written if made is None else WrittenText(*made))
+        sequences.append(written if made is None else WrittenText(made[0], torch.tensor(made[1])))
     return text._replace(written=tuple(sequences))
 
 

@@ -2,7 +2,7 @@
 
 import type { Statistic } from "../contract";
 import { element, rovingFocus, shape } from "../dom";
-import { bare, isShare, labelWithUnit } from "../format";
+import { bare, labelWithUnit } from "../format";
 import { spreadOf } from "../heads";
 import { sizeOf } from "./changes";
 
@@ -53,8 +53,7 @@ function drawing({ statistic, a, b }: Sides, low: number, high: number): SVGElem
     const line = shape("line", { x1: PAD, x2: WIDTH - PAD, y1: y, y2: y });
     return [line, shape("text", { x: 0, y: y + 3 }, "AB"[row] ?? ""), ...dots.flatMap((dot) => (dot.value === null ? [] : [circle(dot, statistic, x(dot.value), y, row)]))];
   });
-  const name = `${isShare(statistic) ? "share" : "values"} of the heads: ${labelWithUnit(statistic)}`;
-  return shape("svg", { viewBox: `-10 0 ${WIDTH + 10} ${2 * ROW}`, role: "group", "aria-label": name }, ...rows);
+  return shape("svg", { viewBox: `-10 0 ${WIDTH + 10} ${2 * ROW}`, role: "group", "aria-label": labelWithUnit(statistic) }, ...rows);
 }
 
 function circle({ name, value, open }: Dot, statistic: Statistic, cx: number, cy: number, row: number): SVGElement {

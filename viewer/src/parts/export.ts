@@ -15,7 +15,7 @@ import type { Grid } from "./grid";
 type Format = "svg" | "png" | "csv";
 
 const FORMATS: readonly Format[] = ["svg", "png", "csv"];
-const STORED = "A weight in a file of numbers has the digits that this page stores, and the least and the most that it may be.";
+const STORED = "Numbers: each weight with the least and the most that it may be.";
 const SAVED = "scan.save(path) writes the file that Python loads; headwise scan writes it with --out DIR, as DIR/scan.safetensors.";
 
 /** Something that the page shows; without a figure there is nothing of it. */

@@ -49,7 +49,7 @@ export class LayerFacts {
     if (!other) return this.listHeads(statistic);
     this.heading.textContent = "Every head of both";
     const names = other.scan ? app.meta.scans.map(({ name }) => name) : layers.map((layer) => `layer ${layer}`);
-    this.rule.textContent = `A is ${names[0]}, B is ${names[1]}. A dot is a head, and opens it. The largest shift of the mean comes first, as a part of the statistic's scale.`;
+    this.rule.textContent = `A is ${names[0]}, B is ${names[1]}. A dot opens its head. The largest shift of the mean comes first.`;
   }
 
   // ---- one layer ----------------------------------------------------------------------------------

@@ -173,9 +173,8 @@ export class LinkCells {
 
   private question(token: string): string {
     const { direction, other, sequence } = (this.answers as Answers).asked;
-    const verb = this.isChange ? "changed most in " : "";
-    if (other === null && direction === "keys") return verb ? `What ${verb}what ${token} looks at.` : `What ${token} looks at most.`;
-    if (other === null) return verb ? `What ${verb}what looks at ${token}.` : `What looks at ${token} most.`;
+    const verb = this.isChange;
+    if (other === null) return direction === "keys" ? `What ${token} looks at ${verb ? "more or less" : "most"}.` : `What looks at ${token} ${verb ? "more or less" : "most"}.`;
     const second = placed(this.otherText(this.app.state.layer), sequence, other);
     const [query, key] = direction === "keys" ? [token, second] : [second, token];
     return `How much ${verb ? "more " : ""}${query} looks at ${key}.`;
