@@ -293,7 +293,7 @@ export class Grid implements Part {
     const names = this.app.meta.scans.map(({ name }) => name);
     if (this.app.state.order === "maps") {
       const which = names.length > 1 ? { A: ` of A, ${names[0]}`, B: ` of B, ${names[1]}`, diff: `, ${names[1]} − ${names[0]}` }[this.app.linkMode] : "";
-      return `Small maps${which}: queries from top to bottom, keys from left to right, in 16 × 16 parts. A row is a layer, a column a head.`;
+      return `Small maps${which}: queries down, keys across, in 16 × 16 parts. A row is a layer, a column a head.`;
     }
     if (!statistic) return "";
     const isDifference = this.comparison === "diff";

@@ -156,13 +156,13 @@ export class LinkCells {
   /** Return what the cells show, in sentences. */
   unitLine(): string {
     const { meta, scan, linkMode } = this.app;
-    if (!this.answers) return "Choose a token of the text: each head then shows what the token looks at most.";
+    if (!this.answers) return "Choose a token of the text: each head shows what it looks at most.";
     const { asked, links, texts } = this.answers;
     if (!links) return "This page holds no single tokens. Below the map stands the command that stores them.";
     const token = placed(texts[0]?.[asked.text] ?? null, asked.sequence, asked.token);
     const names = meta.scans.map(({ name }) => name);
     const sentences = [this.question(token)];
-    if (this.isChange) sentences.push(`${asked.other === null ? "What lost most → what gained most, and the larger change" : "Changes"} in points. Colours to ±${percent(this.most)}, none under 1 %.`);
+    if (this.isChange) sentences.push(`${asked.other === null ? "Lost most → gained most, and the larger change" : "Changes"} in points. Colours to ±${percent(this.most)}, none under 1 %.`);
     else sentences.push("Colours as in the map, none under 1 %.");
     if (links.some(({ bound }) => bound === "at most")) sentences.push("<: not among the stored keys.");
     if (links.some(({ bound }) => bound === "at least")) sentences.push("≥: another token may give more.");
