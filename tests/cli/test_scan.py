@@ -68,15 +68,13 @@ def test_the_pictures_and_the_words_are_the_scans(model: Path, text: Path) -> No
 
 @pytest.mark.parametrize("out", [(), ("--out", "kept")])
 def test_one_text_has_a_map_of_single_tokens_wherever_it_is_kept(
-    model: Path, tmp_path: Path, out: tuple[str, ...]
+    out: tuple[str, ...],
 ) -> None:
     """128 blocks are for a corpus, whose documents have a file each."""
-    text = tmp_path / "long.txt"
-    text.write_text("the cats sat on the mat and saw the dog . " * 20)
-    run(model, "--text", text, "--length", 150, "--stats", "map", *out)
+    run("--demo", "--length", 151, "--stats", "map", *out)
     page = Path("headwise-scan/index.html").read_text("utf-8")
     tokens = int(re.findall(r'"lengths":\[(\d+)\]', page)[0])
-    assert 128 < tokens <= 150
+    assert 128 < tokens <= 151
     assert f'"map":[{tokens},{tokens}]' in page
 
 

@@ -284,7 +284,7 @@ def test_an_unknown_change_of_one_projection_is_read(role: str, is_function: boo
     ("numbers", "says"),
     [
         ((288, 289, 290, 291), "288 to 291"),
-        ((*range(64, 96), *range(288, 320)), "64 to 95 and 288 to 319"),
+        ((*range(64, 96), *range(288, 320)), "64 to 95, 288 to 319"),
         ((2, 0, 1), "2 0 1"),
         ((5, 9), "5 9"),
     ],

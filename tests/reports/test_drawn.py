@@ -101,7 +101,12 @@ def test_a_short_text_has_its_words_at_rest(browser: Chromium, short: Path) -> N
         shown = [
             opened.page.evaluate(f"headwise.app.loaded.keys.word(0, {n})") for n in range(SHORT)
         ]
-        assert words[:SHORT] == words[SHORT:] == [str(word).strip() for word in shown]
+        whole = [str(word).strip() for word in shown]
+        assert words[SHORT:] == whole
+        # At the right end a word has the room of the box.
+        assert words[: SHORT - 4] == whole[: SHORT - 4]
+        pairs = zip(words[:SHORT], whole, strict=True)
+        assert all(full.startswith(word.rstrip("…")) for word, full in pairs)
         outside = """[...document.querySelectorAll('.map .axis text')].filter((each) => {
           const [own, box] = [each, each.ownerSVGElement].map((x) => x.getBoundingClientRect());
           return own.left < box.left - 1 || own.right > box.right + 1 || own.top < box.top - 1;
