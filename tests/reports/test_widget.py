@@ -91,7 +91,7 @@ def test_traits(read: HeadScan, model: Any, ids: torch.Tensor) -> None:
     two = read.view(other=read)
     assert len(two.meta["scans"]) == 2
     other = scan(model, tiny.encode("another text")[None], statistics=["standard", Map(64)])
-    change = read.diff(other).changes(1)[0].before
+    change = read.diff(other).top(n=1)[0]
     assert read.view(other=other).selected_head == [change.layer_index, change.head]
     assert [first["layer"], first["head"]] != [change.layer_index, change.head]
 

@@ -2,7 +2,7 @@
 
 import type { TextStream, Words } from "./contract";
 import { type Folded, fold } from "./fold";
-import { Written, areApart } from "./written";
+import { Written, areApart, areText } from "./written";
 
 const SPECIAL = /^(?:\[.*\]|<.*>)$/s; // as headwise.scanning.links has it
 
@@ -56,8 +56,8 @@ export class Text {
     const written = this.words.written?.[sequence];
     if (written) return Written.fromSpans(written.text, written.spans, nameOf);
     const words = Array.from({ length: this.lengthOf(sequence) }, (_, token) => nameOf(token));
-    if (!this.areApart) return Written.fromNames(words, (token) => SPECIAL.test(nameOf(token).trim()), nameOf);
-    return Written.fromWords(words, nameOf);
+    if (!this.areApart && areText(this.words.words)) return Written.fromNames(words, (token) => SPECIAL.test(nameOf(token).trim()), nameOf);
+    return Written.fromWords(words, this.areApart, nameOf);
   }
 
   /** Return the word of a token's id, which may differ from what was written. */

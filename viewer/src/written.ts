@@ -4,10 +4,12 @@ import { visible } from "./format";
 
 const CONTINUES = "##"; // how WordPiece marks a token that continues a word
 const BEGINS = /^[\s\u0120\u2581]/; // how tokens hold the blank before a word
+const NO_TEXT = /[^\P{C}\n\t\u200c\u200d]/u;
 const BLANK_NAMES = /[\u0120\u2581]/g;
 const NEVER_FIRST = /^(?:\p{M}|\u200d|[\u{1f3fb}-\u{1f3ff}\u{e0020}-\u{e007f}])/u;
 const INVISIBLE = /^[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029]+$/u;
 const BLANKS = /^[ \t]+$/;
+const MOST_OF_NAME = 64; // characters
 const LAST_PLAIN = 0x2ff; // below, no character belongs to the one before it
 
 /** What ends a line. */
@@ -66,8 +68,8 @@ export class Written {
     return Written.fromSpans(text, spans, nameOf);
   }
 
-  /** Return a text made of the words of tokens whose characters are unknown, with blanks between them. */
-  static fromWords(words: string[], nameOf: (token: number) => string): Written {
+  /** Return a text made of the words of tokens whose characters are unknown, with blanks if they are apart. */
+  static fromWords(words: string[], isApart: boolean, nameOf: (token: number) => string): Written {
     const starts = new Uint32Array(words.length);
     const ends = new Uint32Array(words.length);
     const parts: string[] = [];
@@ -77,8 +79,8 @@ export class Written {
       at += part.length;
     };
     words.forEach((word, token) => {
-      const continues = word.startsWith(CONTINUES);
-      if (token && !continues) add(" ");
+      const continues = isApart && word.startsWith(CONTINUES);
+      if (token && isApart && !continues) add(" ");
       starts[token] = at;
       add(BLANKS.test(word) ? word : visible(continues ? word.slice(CONTINUES.length) : word));
       ends[token] = at;
@@ -179,6 +181,9 @@ export class Written {
     this.marks.sort((a, b) => a.at - b.at || (a.token ?? Infinity) - (b.token ?? Infinity));
   }
 }
+
+/** True if names can stand for the characters of their tokens: none is long, and none would not be seen. */
+export const areText = (names: string[]): boolean => !names.some((name) => name.length > MOST_OF_NAME || NO_TEXT.test(name));
 
 /** True if no word of a vocabulary holds the blank before it, as WordPiece's do not. */
 export const areApart = (vocabulary: string[]): boolean => !vocabulary.some((word) => BEGINS.test(word));
