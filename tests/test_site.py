@@ -152,18 +152,19 @@ def test_the_check_of_the_reference_sees_what_is_missing(built: Site) -> None:
 FRAMED = """
 const frame = document.querySelector("iframe.live");
 frame.scrollIntoView();
-const inside = frame.contentWindow.getComputedStyle(frame.contentDocument.body);
 const root = frame.contentDocument.querySelector(".headwise .cell")?.closest(".headwise");
 if (!root) return null;
-return frame.contentWindow.getComputedStyle(root).getPropertyValue("--is-dark").trim();
+const isDark = frame.contentWindow.getComputedStyle(root).getPropertyValue("--is-dark").trim();
+return isDark === "{is_dark}";
 """
 
 
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 def test_the_live_page_has_the_scheme_of_the_site(built: Site, scheme: str) -> None:
     """Also if the reader chose another than the system's, which is light here."""
-    step = f"document.body.dataset.mdColorScheme = '{scheme}';" + FRAMED
-    assert built.probe("/viewer.html", step) == {"default": "0", "slate": "1"}[scheme]
+    is_dark = {"default": "0", "slate": "1"}[scheme]
+    step = f"document.body.dataset.mdColorScheme = '{scheme}';"
+    assert built.probe("/viewer.html", step + FRAMED.replace("{is_dark}", is_dark))
 
 
 def test_the_live_pages_are_linked(built: Site) -> None:

@@ -42,7 +42,7 @@ FILTER = (
 
 
 VIEWER, HOME = "viewer.md", "index.md"
-# Below the first picture of a page. A frame has the colour scheme that the reader chose.
+# Below the first picture of a page; docs/javascripts/live.js gives it the scheme of the site.
 FRAME = '<iframe class="live" src="{}" loading="lazy" title="The page of a scan"></iframe>'
 LINKS = (
     f"Open a live page: [a trained encoder and the small model]({live_pages.HEADS}), or "

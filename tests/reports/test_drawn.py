@@ -1,5 +1,6 @@
 """What is drawn: arcs and their rest, words at the axes, tints, dots, and cells with words."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from headwise import scan as scan_model
 from headwise.models import tiny
 from headwise.reports.page import save_scan_page
 from headwise.reports.report import ScanReport
+from headwise.scanning.layer import ScannedText
 from headwise.scanning.statistics.maps import Map
+from headwise.scanning.written import WrittenText
 from tests.reports.browser import Chromium, needs_a_browser
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 
@@ -358,11 +361,25 @@ def test_names_with_their_blanks_are_the_text(browser: Chromium, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_mark_at_the_end_of_a_text_is_whole(browser: Chromium, short: Path) -> None:
-    for width in (1400, 900, 700, 390):
-        with browser.open(short, address="#p=text", width=width, height=844) as opened:
+def test_a_mark_at_the_end_of_a_text_is_whole(browser: Chromium, tmp_path: Path) -> None:
+    """However full the last line is."""
+    spans, text = [], ""
+    for word in ["ab"] * 39:
+        text += " " if text else ""
+        spans.append((len(text), len(text) + len(word)))
+        text += word
+    spans.append((len(text), len(text)))
+    scan = viewer_scan(layers=1, heads=2, length=40, cells=40, top=0)
+    ids = torch.tensor([0] * 39 + [1], dtype=torch.int32)
+    written = (WrittenText(text, torch.tensor(spans)),)
+    scan = replace(scan, texts=(ScannedText(ids, (40,), written),))
+    page = save_scan_page(tmp_path / "p.html", viewer_report(scan, words=("word", "[SEP]")))
+    over = """[...document.querySelectorAll('.scroller .t')].filter((each) =>
+      each.getBoundingClientRect().right >
+      document.querySelector('.scroller').getBoundingClientRect().right).length"""
+    with browser.open(page, address="#p=text", width=390, height=844) as opened:
+        for width in range(360, 460):
+            opened.page.set_viewport_size({"width": width, "height": 844})
             opened.settle()
-            over = """[...document.querySelectorAll('.scroller .t')].filter((each) =>
-              each.getBoundingClientRect().right >
-              document.querySelector('.scroller').getBoundingClientRect().right).length"""
-            assert opened.page.evaluate(over) == 0
+            opened.page.wait_for_timeout(30)
+            assert opened.page.evaluate(over) == 0, width
