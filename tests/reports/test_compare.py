@@ -218,10 +218,10 @@ def test_two_layers_are_compared_by_keyboard(opened: Opened, scan: HeadScan) -> 
     means = {
         name: tuple(scan.by_layer(name)[layer].mean for layer in (0, 2)) for name in scan.scalars
     }
-    said = page.locator(".distributions p:not(.ends)").all_inner_texts()
+    said = page.locator(".dots p:not(.ends)").all_inner_texts()
     rows = [re.split(r" (?=[−\d.]+[^→]* → )| → | \(\+?|\)", words)[:4] for words in said]
     require_sorted_changes(rows, scan, means)
-    for name, dots in zip(scan.scalars, page.locator(".distributions svg").all(), strict=True):
+    for name, dots in zip(scan.scalars, page.locator(".dots svg").all(), strict=True):
         key = rows[scan.scalars.index(name)][0].split(",")[0].replace(" ", "_")
         for row, layer in (("a", 0), ("b", 2)):
             words = dots.locator(f"circle.{row}").evaluate_all(
@@ -237,7 +237,7 @@ def test_two_layers_are_compared_by_keyboard(opened: Opened, scan: HeadScan) -> 
     opened.poll(FOCUS.format("id", "0.0"))
     page.go_back()
     opened.wait("s.against === 2")
-    page.locator(".distributions circle.b[aria-label^='2.3: ']").first.dispatch_event("click")
+    page.locator(".dots circle.b[aria-label^='2.3: ']").first.dispatch_event("click")
     opened.wait("s.subject === 'head' && s.layer === 2 && s.head === 3")
 
 
@@ -560,10 +560,10 @@ def test_uneven_layers_have_strips_and_pairs(browser: Chromium, tmp_path: Path) 
         opened.page.click('[data-layer="0"]', modifiers=["Shift"])
         opened.wait("s.against === 0 && s.layer === 1 && s.head === 6")
         # Of a statistic that one of the layers lacks there is no row.
-        names = opened.page.locator(".distributions p:not(.ends)").all_inner_texts()
+        names = opened.page.locator(".dots p:not(.ends)").all_inner_texts()
         assert any(name.startswith("entropy, nats ") for name in names)
         assert not any(name.startswith("effective keys") for name in names)
-        first = opened.page.locator(".distributions svg").first
+        first = opened.page.locator(".dots svg").first
         assert (first.locator(".a").count(), first.locator(".b").count()) == (2, 5)
         opened.page.select_option('[aria-label="statistic"]', "effective_keys")
         opened.poll(
@@ -636,10 +636,10 @@ def test_what_one_of_two_texts_lacks_comes_last(texts: Opened) -> None:
     assert table_of(texts, "facts")[-1][2] == "no value"
     texts.page.click('[data-layer="2"]')
     texts.wait("s.subject === 'layer' && s.layer === 2")
-    names = texts.page.locator(".distributions p:not(.ends)").all_inner_texts()
+    names = texts.page.locator(".dots p:not(.ends)").all_inner_texts()
     assert not any(name.startswith("induction") for name in names)
     assert "A is long, B is short." in texts.page.inner_text(".of-layer")
-    texts.page.locator(".distributions circle.b").nth(3).dispatch_event("click")
+    texts.page.locator(".dots circle.b").nth(3).dispatch_event("click")
     texts.wait("s.subject === 'head' && s.mode === 'B' && s.other.layer === 2 && s.head === 3")
 
 

@@ -181,25 +181,25 @@ def test_a_dot_of_a_layer_is_a_head_and_opens_it(browser: Chromium, short: Path)
     with browser.open(short, address="#s=entropy&h=0.2&l=layer&k=1") as opened:
         page = opened.page
         for row, layer in enumerate(("a", "b")):
-            dots = page.locator(f".distributions circle.{layer}")
+            dots = page.locator(f".dots circle.{layer}")
             assert dots.count() % 12 == 0
-            first = page.locator(f".distributions circle.{layer}").first
+            first = page.locator(f".dots circle.{layer}").first
             assert str(first.get_attribute("aria-label")).startswith(f"{row}.0: ")
         shifts = [abs(float(scan[name].mean(1).diff())) for name in ("previous_token", "induction")]
-        names = page.locator(".distributions p:not(.ends)").all_text_contents()
+        names = page.locator(".dots p:not(.ends)").all_text_contents()
         order = [
             next(n for n, x in enumerate(names) if x.startswith(w))
             for w in ("previous token", "induction")
         ]
         assert (order[0] < order[1]) == (shifts[0] > shifts[1])
-        page.locator(".distributions circle.b").nth(5).click()
+        page.locator(".dots circle.b").nth(5).click()
         opened.wait("s.subject === 'head' && s.layer === 1 && s.head === 5")
 
 
 @pytest.mark.slow
 def test_dots_are_reached_by_keyboard(browser: Chromium, short: Path) -> None:
     with browser.open(short, address="#s=entropy&h=0.2&l=layer&k=1") as opened:
-        opened.page.focus(".distributions [tabindex='0']")
+        opened.page.focus(".dots [tabindex='0']")
         opened.page.keyboard.press("ArrowRight")
         opened.page.keyboard.press("Enter")
         opened.wait("s.subject === 'head' && s.layer === 0 && s.head === 1")

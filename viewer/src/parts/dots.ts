@@ -24,7 +24,7 @@ export interface Sides {
 
 /** Return a drawing for each statistic that both sides have, the largest shift of the mean first. */
 export function distributions(all: Sides[]): HTMLElement {
-  const root = element("div", { class: "distributions", role: "group", "aria-label": "heads of both layers" });
+  const root = element("div", { class: "dots", role: "group", "aria-label": "heads of both layers" });
   const drawn = all.flatMap((sides) => {
     const [a, b] = [sides.a, sides.b].map((dots) => spreadOf(dots.map(({ value }) => value)));
     return a && b ? [{ sides, a, b, size: sizeOf({ statistic: sides.statistic, a: a.mean, b: b.mean }) ?? 0 }] : [];

@@ -14,6 +14,7 @@ import { spreadEnds, spreadStrip, spreadWords } from "./spread";
 import type { Loaded, Part } from "../view";
 
 const EDGE = 26; // pixels of the numbers at the edges, which stay in place
+const ROWS = "A row is a layer, a column a head.";
 const MARGIN = 66; // pixels of the strips at the right edge
 
 const ORDERS: [Order, string][] = [
@@ -293,12 +294,12 @@ export class Grid implements Part {
     const names = this.app.meta.scans.map(({ name }) => name);
     if (this.app.state.order === "maps") {
       const which = names.length > 1 ? { A: ` of A, ${names[0]}`, B: ` of B, ${names[1]}`, diff: `, ${names[1]} − ${names[0]}` }[this.app.linkMode] : "";
-      return `Small maps${which}: queries down, keys across, in 16 × 16 parts. A row is a layer, a column a head.`;
+      return `Small maps${which}: queries down, keys across, in 16 × 16 parts. ${ROWS}`;
     }
     if (!statistic) return "";
     const isDifference = this.comparison === "diff";
     const [low, high] = this.ends(statistic);
-    const order = this.app.state.order === "value" ? `The ${isDifference ? "largest change" : "most"} first.` : "A row is a layer, a column a head.";
+    const order = this.app.state.order === "value" ? `The ${isDifference ? "largest change" : "most"} first.` : ROWS;
     const which = isDifference ? `, ${names[1]} − ${names[0]}` : this.comparison ? ` of B, ${names[1]}` : names.length > 1 && !statistic.is_change ? ` of A, ${names[0]}` : "";
     return `${statistic.heading}${which}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
   }

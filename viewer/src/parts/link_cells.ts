@@ -141,7 +141,7 @@ export class LinkCells {
       const parts = [link.moved.lost, link.moved.gained].flatMap((each) => (each ? [`${name(each[0])} ${amount(each[1])}`] : []));
       return `${token}, ${isKeys ? "what it looks at" : "what looks at it"} from A to B: ${parts.join(", ") || "no change of 1 %"}${link.isEven ? ", now evenly" : ""}`;
     }
-    if (link.isEven) return isKeys ? `${token} looks evenly at its tokens, ${percent(link.weight)} each` : `tokens look evenly at ${token}, ${percent(link.weight)} each`;
+    if (link.isEven) return `${isKeys ? `${token} looks evenly at its tokens` : `tokens look evenly at ${token}`}, ${percent(link.weight)} each`;
     const share = { exact: percent(link.weight), "at least": `at least ${percent(least(link.weight))}`, "at most": `under ${percent(link.weight)}` }[link.bound];
     return `${pairOf(name(link.other))}, ${share}`;
   }
@@ -158,7 +158,7 @@ export class LinkCells {
     const { meta, scan, linkMode } = this.app;
     if (!this.answers) return "Choose a token of the text: each head shows what it looks at most.";
     const { asked, links, texts } = this.answers;
-    if (!links) return "This page holds no single tokens. Below the map stands the command that stores them.";
+    if (!links) return "This page holds no single tokens. A command below the map stores them.";
     const token = placed(texts[0]?.[asked.text] ?? null, asked.sequence, asked.token);
     const names = meta.scans.map(({ name }) => name);
     const sentences = [this.question(token)];

@@ -11,7 +11,7 @@ import { rankOfLink, shortShare, wordOf } from "./link_cells";
 import type { Loaded, Part } from "../view";
 
 const MOST_HEADS = 3; // that are named as strongest
-const PAIR = `${matchMedia("(pointer: coarse)").matches ? "Long press" : "Shift+click"} a second token: the pair in all heads.`;
+const PAIR = `${matchMedia("(pointer: coarse)").matches ? "Long press" : "Shift+click"} another token: the pair in all heads.`;
 
 export class Pinned implements Part {
   readonly root = element("div", { class: "pins", "data-part": "pinned" });
