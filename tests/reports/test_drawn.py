@@ -166,7 +166,7 @@ def test_the_strip_of_heads_has_a_label_and_offsets_fill_their_axis(
     browser: Chromium, short: Path
 ) -> None:
     with browser.open(short, address="#s=entropy&h=1.3") as opened:
-        assert opened.page.inner_text(".place-name") == "entropy of all 24 heads, this one wide"
+        assert opened.page.inner_text(".place-name") == "entropy of all 24 heads"
         heights = opened.page.locator(".profile rect").evaluate_all(
             "(all) => all.map((bar) => Number(bar.getAttribute('height')))"
         )

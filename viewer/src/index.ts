@@ -20,6 +20,7 @@ import { type Tab, showsLinks } from "./state";
 import { type WidgetModel, followWidget, settle, widgetSource } from "./widget";
 
 const [HEAD_ROOM, HEAD_ROW] = [98, 28]; // pixels of what stands over the heads of a layer, and of these
+const OTHERS = 420; // pixels of what stands over the heads of a page, and of the text under them
 const MOST_HEADS = 12; // that are named as heads with single tokens
 const TABS: [Tab, string][] = [["heads", "Heads"], ["map", "Map"], ["facts", "Facts"], ["text", "Text"]];
 
@@ -87,7 +88,7 @@ function tabList(app: App, root: HTMLElement): { root: HTMLElement; update(): vo
       // The text stays where the heads left it; a page that opens with one word has the height of numbers.
       const isLinks = showsLinks(app.state);
       const height = root.querySelector<HTMLElement>(".heads")?.getBoundingClientRect().height ?? 0;
-      if (isLinks && !root.hasAttribute("data-links")) root.style.setProperty("--row", `${app.isDrawn ? height : HEAD_ROOM + HEAD_ROW * app.scan.layers.length}px`);
+      if (isLinks && !root.hasAttribute("data-links")) root.style.setProperty("--row", `${app.isDrawn ? height : Math.max(160, Math.min(HEAD_ROOM + HEAD_ROW * app.scan.layers.length, root.clientHeight - OTHERS))}px`);
       root.toggleAttribute("data-links", isLinks);
       root.dataset["tab"] = app.state.tab;
       root.toggleAttribute("data-pair", app.state.mode === "both" && app.state.subject === "head");

@@ -5,6 +5,7 @@ import { visible } from "./format";
 const CONTINUES = "##"; // how WordPiece marks a token that continues a word
 const BEGINS = /^[\s\u0120\u2581]/; // how tokens hold the blank before a word
 const NO_TEXT = /[^\P{C}\n\t\u200c\u200d]/u;
+const FIRST_BLANK = /^[ \u0120\u2581](?=.)/s;
 const BLANK_NAMES = /[\u0120\u2581]/g;
 const NEVER_FIRST = /^(?:\p{M}|\u200d|[\u{1f3fb}-\u{1f3ff}\u{e0020}-\u{e007f}])/u;
 const INVISIBLE = /^[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029]+$/u;
@@ -63,7 +64,11 @@ export class Written {
 
   /** Return the text of tokens whose names hold its blanks; a special token has no characters. */
   static fromNames(names: string[], isSpecial: (token: number) => boolean, nameOf: (token: number) => string): Written {
-    const spans = names.flatMap((name, token) => (isSpecial(token) ? [0, 0] : [0, name.length]));
+    // The blank before a word is none of its characters, unless it is all that there is.
+    const spans = names.flatMap((name, token) => {
+      const blank = FIRST_BLANK.test(name) ? 1 : 0;
+      return isSpecial(token) ? [0, 0] : [blank, name.length - blank];
+    });
     const text = names.filter((_, token) => !isSpecial(token)).join("").replace(BLANK_NAMES, " ").replaceAll("\u010a", "\n");
     return Written.fromSpans(text, spans, nameOf);
   }

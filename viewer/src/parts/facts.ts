@@ -141,7 +141,7 @@ export class Facts implements Part {
     context.strokeRect(x(value) - 2.5, 2.5, 5, 23);
     const [rank, of] = rankOf(allHeads(this.app.scan, statistic), value);
     this.place.setAttribute("aria-label", `${statistic.label} of all ${of} heads; this one is ${ordinal(rank)}`);
-    this.placeName.textContent = `${statistic.label} of all ${count(of)} heads, this one wide`;
+    this.placeName.textContent = `${statistic.label} of all ${count(of)} heads`;
   }
 
   // ---- offsets ----------------------------------------------------------------------------------
