@@ -32,7 +32,7 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 6_270,
+    "checkpoints": 6_430,
     "cli": 1_990,
     "diagnosis": 13_380,
     "function": 4_340,
@@ -43,7 +43,7 @@ MOST_LINES_OF_A_ROOM = {
     "masks": 2_400,
     "matrix": 2_400,
     "models": 700,
-    "reports": 3_000,
+    "reports": 3_200,
     "scanning": 9_600,
     "sharding": 2_800,
     "study": 4_950,

@@ -17,7 +17,7 @@ import pytest
 
 from tests.reports.browser import Chromium, needs_a_browser
 from tests.root import ROOT
-from tools import site
+from tools import live_pages, site
 
 pytestmark = [pytest.mark.slow, needs_a_browser]
 
@@ -147,3 +147,41 @@ def test_the_check_of_the_reference_sees_what_is_missing(built: Site) -> None:
         assert without < documented
         (missing,) = site.wanted(without) - without
         assert missing.endswith(last)
+
+
+FRAMED = """
+const frame = document.querySelector("iframe.live");
+frame.scrollIntoView();
+const root = frame.contentDocument.querySelector(".headwise .cell")?.closest(".headwise");
+if (!root) return null;
+const isDark = frame.contentWindow.getComputedStyle(root).getPropertyValue("--is-dark").trim();
+return isDark === "{is_dark}";
+"""
+
+
+@pytest.mark.parametrize("scheme", ["default", "slate"])
+def test_the_live_page_has_the_scheme_of_the_site(built: Site, scheme: str) -> None:
+    """Also if the reader chose another than the system's, which is light here."""
+    is_dark = {"default": "0", "slate": "1"}[scheme]
+    step = f"document.body.dataset.mdColorScheme = '{scheme}';"
+    assert built.probe("/viewer.html", step + FRAMED.replace("{is_dark}", is_dark))
+
+
+def test_the_live_pages_are_linked(built: Site) -> None:
+    for page in ("viewer", "index"):
+        links = (
+            "return [...document.querySelectorAll('article a')].map((a) => a.getAttribute('href'));"
+        )
+        found = built.probe(f"/{page}.html", links)
+        assert {live_pages.HEADS, live_pages.TWO_MODELS} <= {*found}
+    for name in (live_pages.HEADS, live_pages.TWO_MODELS):
+        cells = "return document.querySelectorAll('.cell').length;"
+        assert built.probe(f"/{name}", cells) >= 32
+
+
+def test_a_picture_of_a_page_stands_in_both_schemes(built: Site) -> None:
+    shown = """return [...document.querySelectorAll("article img")]
+      .map((img) => [img.getAttribute("src"), img.checkVisibility()]);"""
+    pictures = dict(built.probe("/viewer.html", shown))
+    assert pictures["images/viewer/light.png#only-light"]
+    assert not pictures["images/viewer/light-dark.png#only-dark"]

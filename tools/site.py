@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the list of public names, the check that each is documented, and filter boxes.
+"""Hooks of mkdocs: public names and the check that each is documented, filter boxes, live pages.
 
 The names are those of docs/api.json. ``make docs`` fails where one of them is not in the reference,
 or where a method has no docstring.
@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import headwise.errors
+from tools import live_pages
 
 ROOT = Path(__file__).parents[1]
 API: dict[str, Any] = json.loads(ROOT.joinpath("docs", "api.json").read_text("utf-8"))
@@ -40,8 +41,24 @@ FILTER = (
 )
 
 
+VIEWER, HOME = "viewer.md", "index.md"
+# Below the first picture of a page; docs/javascripts/live.js gives it the scheme of the site.
+FRAME = '<iframe class="live" src="{}" loading="lazy" title="The page of a scan"></iframe>'
+LINKS = (
+    f"Open a live page: [a trained encoder and the small model]({live_pages.HEADS}), or "
+    f"[one model beside a changed copy]({live_pages.TWO_MODELS}), of which one head attends evenly."
+)
+PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)#]+)\.png\)")
+
+
 def on_files(files: Files, config: MkDocsConfig, **_: object) -> Files:
-    """Add the pages about causes, as causes/NAME.md."""
+    """Add the pages about causes, as causes/NAME.md, and the live pages of the viewer."""
+    pages = {
+        live_pages.HEADS: live_pages.render_heads,
+        live_pages.TWO_MODELS: live_pages.render_two_models,
+    }
+    for name, render in pages.items():
+        files.append(File.generated(config, name, content=render()))
     for path in sorted(ROOT.joinpath(CAUSES).glob("*.md")):
         files.append(File.generated(config, f"causes/{path.name}", abs_src_path=str(path)))
     return files
@@ -50,12 +67,26 @@ def on_files(files: Files, config: MkDocsConfig, **_: object) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Write the public names into the first page of the reference; break the log's lines."""
     markdown = markdown.replace(f"(../{CAUSES}", "(causes/")
+    if page.file.src_uri in (VIEWER, HOME):
+        live = f"\\g<0>\n\n{LINKS}" + f"\n\n{FRAME.format(live_pages.HEADS)}" * (
+            page.file.src_uri == VIEWER
+        )
+        markdown = PICTURE.sub(live, markdown, count=1)
+    markdown = PICTURE.sub(_in_both_schemes, markdown)
     if page.file.src_uri == LOG:
         return re.sub(r"\n(?=\*(?:Tried|Seen|So):\*)", "  \n", markdown)
     if page.file.src_uri != INDEX:
         return markdown
     rows = [f"| [`{name}`][{target(name)}] | {summary(name)} |" for name in public_names()]
     return "\n".join([markdown, "| name | |", "| --- | --- |", *rows])
+
+
+def _in_both_schemes(picture: re.Match[str]) -> str:
+    """Return a picture for each colour scheme of the site, where there is one of the dark page."""
+    words, name = picture.groups()
+    if not ROOT.joinpath("docs", f"{name}-dark.png").is_file():
+        return picture[0]
+    return f"![{words}]({name}.png#only-light)![{words}]({name}-dark.png#only-dark)"
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:

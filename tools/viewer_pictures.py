@@ -30,8 +30,9 @@ ENCODER = "all-MiniLM-L6-v2"
 PICTURES: dict[str, tuple[dict[str, Any], str]] = {
     # The head that links a pronoun to its noun, and what the pronoun looks at in all heads.
     "scan": ({"width": 1440}, "#h=1.3&t=70&v=links"),
+    "scan-dark": ({"width": 1440, "color_scheme": "dark"}, "#h=1.3&t=70&v=links"),
     "viewer/light": ({}, "#h=1.0&t=7"),
-    "viewer/dark": ({"color_scheme": "dark"}, "#s=entropy&h=0.1"),
+    "viewer/light-dark": ({"color_scheme": "dark"}, "#h=1.0&t=7"),
     "viewer/compare": ({}, "#h=1.0&o=0.2.3&m=diff"),
     "viewer/maps": ({"width": 900}, "#h=1.0&v=maps"),
     "viewer/phone-heads": ({"width": 390, "height": 844}, "#h=1.0&p=heads"),
@@ -42,7 +43,7 @@ PICTURES: dict[str, tuple[dict[str, Any], str]] = {
 def save_page(name: str, folder: Path) -> Path:
     """Write the page of a picture into a folder."""
     page = folder / "page.html"
-    if name != "scan":
+    if not name.startswith("scan"):
         return save_scan_page(page, viewer_report(viewer_scan()))
     options = ScanOptions(model_dir=minilm.model_folder(), page=page)
     return save_scan_page(page, replace(run_scan_with_progress(options), title=ENCODER))

@@ -66,6 +66,18 @@ def test_the_pictures_and_the_words_are_the_scans(model: Path, text: Path) -> No
     assert table < path < place  # the conclusions and the page come before the grid
 
 
+@pytest.mark.parametrize("out", [(), ("--out", "kept")])
+def test_one_text_has_a_map_of_single_tokens_wherever_it_is_kept(
+    out: tuple[str, ...],
+) -> None:
+    """128 blocks are for a corpus, whose documents have a file each."""
+    run("--demo", "--length", 151, "--stats", "map", *out)
+    page = Path("headwise-scan/index.html").read_text("utf-8")
+    tokens = int(re.findall(r'"lengths":\[(\d+)\]', page)[0])
+    assert 128 < tokens <= 151
+    assert f'"map":[{tokens},{tokens}]' in page
+
+
 def test_the_heads_that_stand_out_are_a_table() -> None:
     out, _ = run("--demo", "--length", 65, "--stats", "previous_token", "--out", "kept")
     top = HeadScan.load("kept/scan.safetensors").top("previous_token", 1)[0]

@@ -278,3 +278,27 @@ def test_an_unknown_change_of_one_projection_is_read(role: str, is_function: boo
     diagnosis = compare((lambda x: wrong(x)) if is_function else wrong, right)
     assert diagnosis.verdict is Verdict.UNKNOWN
     assert f"w{role}, read as a matrix, differs in row 13 and columns 5 to 8: " in str(diagnosis)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ((288, 289, 290, 291), "288 to 291"),
+        ((*range(64, 96), *range(288, 320)), "64 to 95, 288 to 319"),
+        ((2, 0, 1), "2 0 1"),
+        ((5, 9), "5 9"),
+    ],
+)
+def test_runs_of_numbers_are_short(numbers: tuple[int, ...], says: str) -> None:
+    given: dict[str, Any] = {"stages": (), "heads": None, "repair": "", "equals": (), "page": ""}
+    cause = FoundCause(name="rows zero", parameters={"rows": numbers}, **given)
+    assert cause.parameters_in_words == f"rows {says}"
+
+
+def test_a_factor_of_some_heads_has_its_number() -> None:
+    """Without it nobody can undo it."""
+    model = NativeSubject(spread()).model
+    weight = model.weights["wq"].clone()
+    weight[1] *= 3
+    [move] = find_state_moves({**model.weights, "wq": weight}, model.weights).moves
+    assert move.name.repair == "undo it in wq: factor: 3, head 1"

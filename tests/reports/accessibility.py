@@ -16,12 +16,16 @@ def violations(opened: Opened) -> list[str]:
 
 
 def small_targets(opened: Opened, least: int) -> list[str]:
-    """What can be pressed and is less than some pixels wide or high."""
+    """What can be pressed and is less than some pixels wide or high.
+
+    A head of the grid may be 24 pixels wide, so that all of a layer are in sight.
+    """
     small: list[str] = opened.page.evaluate(
         """(least) => [...document.querySelectorAll("button, select, input, summary")]
           .filter((e) => e.checkVisibility() && e.type !== "checkbox")
-          .map((e) => [e.outerHTML.slice(0, 80), e.getBoundingClientRect()])
-          .filter(([, box]) => Math.min(box.width, box.height) < least - 0.5)
+          .map((e) => [e.outerHTML.slice(0, 80), e.getBoundingClientRect(),
+            e.matches(".cells.layers .cell") ? 24 : least])
+          .filter(([, box, wide]) => box.width < wide - 0.5 || box.height < least - 0.5)
           .map(([html, box]) => `${html} ${box.width} x ${box.height}`)""",
         least,
     )

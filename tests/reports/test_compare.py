@@ -110,7 +110,7 @@ def test_a_head_is_compared_by_keyboard_alone(opened: Opened, scan: HeadScan) ->
     pairs = {name: (float(scan[name][1, 2]), float(scan[name][2, 3])) for name in scan.scalars}
     require_sorted_changes(table_of(opened, "facts"), scan, pairs)
     heads = page.locator("[data-part=facts] thead th").all_inner_texts()
-    assert heads == ["statistic", "1.2", "2.3", "change"]
+    assert heads == ["statistic", "A", "B", "change"]
     # The arrow keys choose again.
     page.keyboard.press("ArrowLeft")
     opened.wait(HEAD.format(2, 2))
@@ -218,25 +218,27 @@ def test_two_layers_are_compared_by_keyboard(opened: Opened, scan: HeadScan) -> 
     means = {
         name: tuple(scan.by_layer(name)[layer].mean for layer in (0, 2)) for name in scan.scalars
     }
-    require_sorted_changes(table_of(opened, "layer"), scan, means)
-    pairs = page.locator(".pairs button").all_inner_texts()
-    assert len(pairs) == 5
-    span = spans(scan, scan.scalars)
-    for words in pairs:
-        match = re.fullmatch(r"0\.(\d) and 2\.(\d) (.*)", words)
-        assert match is not None
-        assert match[1] == match[2]
-        head = int(match[1])
-        sizes = [abs(float(scan[n][0, head] - scan[n][2, head])) / span[n] for n in scan.scalars]
-        assert is_shown(match[3], sum(sizes) / len(sizes))
+    said = page.locator(".dots p:not(.ends)").all_inner_texts()
+    rows = [re.split(r" (?=[−\d.]+[^→]* → )| → | \(\+?|\)", words)[:4] for words in said]
+    require_sorted_changes(rows, scan, means)
+    for name, dots in zip(scan.scalars, page.locator(".dots svg").all(), strict=True):
+        key = rows[scan.scalars.index(name)][0].split(",")[0].replace(" ", "_")
+        for row, layer in (("a", 0), ("b", 2)):
+            words = dots.locator(f"circle.{row}").evaluate_all(
+                "(all) => all.map((x) => x.ariaLabel)"
+            )
+            for head, label in enumerate(words):
+                place, value = label.split(": ")
+                assert place == f"{layer}.{head}"
+                assert is_shown(value, float(scan[key][layer, head]))
     page.focus('[data-layer="0"]')
     page.keyboard.press("ArrowRight")
     opened.wait("s.subject === 'head' && s.layer === 0 && s.head === 0")
     opened.poll(FOCUS.format("id", "0.0"))
     page.go_back()
     opened.wait("s.against === 2")
-    page.click(".pairs button >> nth=0")
-    opened.wait("s.subject === 'head' && s.mode === 'diff' && s.other.layer === 2")
+    page.locator(".dots circle.b[aria-label^='2.3: ']").first.dispatch_event("click")
+    opened.wait("s.subject === 'head' && s.layer === 2 && s.head === 3")
 
 
 @pytest.mark.slow
@@ -379,12 +381,10 @@ def test_the_scan_named_first_is_a_and_a_change_is_b_less_a(
     with browser.open(path) as opened:
         page = opened.page
         assert "A is epoch 1, B is epoch 2" in page.inner_text(".top")
-        assert page.inner_text(".way").strip() == (
-            "induction of layer 0, head 1: 25 % in epoch 1, 75 % in epoch 2"
-        )
-        widths = "[...document.querySelectorAll('.bars .bar')].map((e) => e.style.width)"
-        places = [float(width.removesuffix("%")) for width in page.evaluate(widths)]
-        assert places == pytest.approx([100 * 0.25**0.5, 100 * 0.75**0.5], rel=1e-5)
+        assert page.inner_text(".way").startswith("0.1 induction 25 % to 75 % (total ")
+        pixels = """(canvas) => [...canvas.getContext('2d').getImageData(0, 0, 16, 16).data]"""
+        one, two = (each.evaluate(pixels) for each in page.locator(".way canvas").all())
+        assert one != two
         captions = page.locator(".frame p").all_inner_texts()
         assert captions == ["A: 0.1 epoch 1", "B: 0.1 epoch 2"]
         values = "[...headwise.app.{}.map.values]"
@@ -392,7 +392,7 @@ def test_the_scan_named_first_is_a_and_a_change_is_b_less_a(
         assert left == torch.eye(4).flatten().tolist()
         assert right == [1, 0, 0, 0] * 4
         heads = page.locator("[data-part=facts] thead th").all_inner_texts()
-        assert heads == ["statistic", "0.1 epoch 1", "0.1 epoch 2", "change"]
+        assert heads == ["statistic", "A", "B", "change"]
         rows = {row[0]: row[1:] for row in table_of(opened, "facts")}
         assert rows["induction"] == ["25 %", "75 %", "+50 %"]
         modes = page.locator("[data-mode]:is(button)").all_inner_texts()
@@ -495,20 +495,25 @@ def test_a_list_of_heads_leaves_a_third_to_the_text(
     address = "#h=8.7&t=300&u=299&v=strongest"
     with browser.open(page, width=width, height=height, address=address) as opened:
         opened.wait("s.parts.links.other === 299")
+        # One word in all heads stands beside the text, and not over it.
+        left, right = (opened.page.locator(f".{x}").first.bounding_box() for x in ("text", "heads"))
+        assert left["x"] + left["width"] <= right["x"]
+        cells = opened.page.locator(".cells")
+        assert cells.evaluate("(cells) => cells.scrollHeight > cells.clientHeight")
+        # The list begins with the strongest link, wherever the chosen head stands.
+        assert cells.evaluate("(cells) => cells.scrollTop") == 0
+        assert opened.page.locator(".cell").last.get_attribute("data-id") is not None
+        opened.page.locator(".cell").nth(60).click()
+        opened.poll("document.querySelector('.cells').scrollTop > 0")
+        opened.do("headwise.app.set({ order: 'value' })", "s.order === 'value'")
+        opened.poll("document.querySelector('.cells').scrollTop === 0")
+        opened.settle()
         top, end = (opened.page.locator(f".{x}").first.bounding_box() for x in ("heads", "text"))
         column = min(height, end["y"] + end["height"]) - top["y"]
         text = opened.page.locator(".panes").bounding_box()
         assert text["height"] >= column / 3
         assert text["y"] + text["height"] <= height
-        # The list begins with the strongest link, wherever the chosen head stands.
-        cells = opened.page.locator(".cells")
         assert cells.evaluate("(cells) => cells.scrollHeight > 2 * cells.clientHeight")
-        assert cells.evaluate("(cells) => cells.scrollTop") == 0
-        assert opened.page.locator(".cell").last.get_attribute("data-id") is not None
-        opened.page.locator(".cell").nth(40).click()
-        opened.poll("document.querySelector('.cells').scrollTop > 0")
-        opened.do("headwise.app.set({ order: 'value' })", "s.order === 'value'")
-        opened.poll("document.querySelector('.cells').scrollTop === 0")
 
 
 @pytest.mark.slow
@@ -554,12 +559,12 @@ def test_uneven_layers_have_strips_and_pairs(browser: Chromium, tmp_path: Path) 
         opened.page.click('[data-layer="1"]')
         opened.page.click('[data-layer="0"]', modifiers=["Shift"])
         opened.wait("s.against === 0 && s.layer === 1 && s.head === 6")
-        assert opened.page.locator(".pairs button").all_inner_texts()[0].startswith("1.1 and 0.1 ")
-        assert opened.page.locator(".pairs button").count() == 1
-        assert "One head has no partner." in opened.page.inner_text(".of-layer")
-        rows = {row[0]: row[1:] for row in table_of(opened, "layer")}
-        assert rows["effective keys"][0] == "no value"
-        assert rows["effective keys"][2] == ""
+        # Of a statistic that one of the layers lacks there is no row.
+        names = opened.page.locator(".dots p:not(.ends)").all_inner_texts()
+        assert any(name.startswith("entropy, nats ") for name in names)
+        assert not any(name.startswith("effective keys") for name in names)
+        first = opened.page.locator(".dots svg").first
+        assert (first.locator(".a").count(), first.locator(".b").count()) == (2, 5)
         opened.page.select_option('[aria-label="statistic"]', "effective_keys")
         opened.poll(
             "document.querySelector('[data-layer=\"1\"]').ariaLabel === 'layer 1: no value'"
@@ -571,7 +576,7 @@ def test_uneven_layers_have_strips_and_pairs(browser: Chromium, tmp_path: Path) 
         opened.poll("document.querySelector('.facts h2').textContent === '2.3 and 2.1'")
         rows = {row[0]: row[1:] for row in table_of(opened, "facts")}
         assert rows["entropy, nats"][0] == "no value"
-        assert table_of(opened, "facts")[0][0] == "entropy, nats"  # of which only one has a value
+        assert table_of(opened, "facts")[-1][0] == "entropy, nats"  # of which only one has a value
         assert opened.complaints == []
 
 
@@ -606,7 +611,9 @@ def test_two_texts_pair_heads_by_number_and_every_sentence_names_both(texts: Ope
     page, state = texts.page, texts.state()
     ways = page.locator(".way").all_inner_texts()
     assert len(ways) == 8
-    assert all(" in long, " in way and way.strip().endswith(" in short") for way in ways)
+    heads = [way.split()[0] for way in ways]
+    assert len({*heads}) == 8
+    assert page.inner_text("[data-part=total-change]").startswith("Total change ")
     assert (state["mode"], state["other"]["scan"]) == ("both", 1)
     assert (state["other"]["layer"], state["other"]["head"]) == (state["layer"], state["head"])
     name = f"{state['layer']}.{state['head']}"
@@ -629,11 +636,11 @@ def test_what_one_of_two_texts_lacks_comes_last(texts: Opened) -> None:
     assert table_of(texts, "facts")[-1][2] == "no value"
     texts.page.click('[data-layer="2"]')
     texts.wait("s.subject === 'layer' && s.layer === 2")
-    assert table_of(texts, "layer")[-1][0] == "induction"
-    heads = texts.page.inner_text(".of-layer thead").replace("\n", " ")
-    assert "layer 2 long" in heads
-    assert "layer 2 short" in heads
-    assert texts.page.locator(".pairs button").count() == 5
+    names = texts.page.locator(".dots p:not(.ends)").all_inner_texts()
+    assert not any(name.startswith("induction") for name in names)
+    assert "A is long, B is short." in texts.page.inner_text(".of-layer")
+    texts.page.locator(".dots circle.b").nth(3).dispatch_event("click")
+    texts.wait("s.subject === 'head' && s.mode === 'B' && s.other.layer === 2 && s.head === 3")
 
 
 @pytest.mark.slow

@@ -430,9 +430,11 @@ def test_the_answers_of_two_heads_stand_side_by_side(
     assert "layer=2, head=0, token=300" in lines[2]
     with save(opened, "token", "csv", tmp_path).open(encoding="utf-8", newline="") as file:
         names, *rows = csv.reader(file)
-    assert names == ["head", "first", "last", "token", "weight"]
+    assert names == ["head", "first", "last", "token", "weight", "at least", "at most"]
     sides = [(side, entry) for side, each in zip("AB", entries, strict=True) for entry in each]
-    assert [(row[0], float(row[4])) for row in rows] == [(s, e["weight"]) for s, e in sides]
+    assert [row[0] for row in rows] == [side for side, _ in sides]
+    shown = [entry["weight"] for _, entry in sides]
+    assert [float(row[4]) for row in rows] == pytest.approx(shown, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -458,9 +460,15 @@ def test_numbers_are_tables(opens: Any, scans: dict[str, HeadScan], tmp_path: Pa
         for name in ("map", "heads", "token")
     }
     assert len(tables["map"]) == 1 + CELLS**2
-    weights = [float(row[-1]) for row in tables["map"][1:]]
-    values = scans["long"]["map"][1, 0].flatten()
-    assert np.abs(np.sqrt(weights) - values.sqrt().numpy()).max() <= 0.5 / 255 + 1e-6
+    assert tables["map"][0][-3:] == tables["token"][0][-3:] == ["weight", "at least", "at most"]
+    weights, low, high = np.array([[float(x) for x in row[-3:]] for row in tables["map"][1:]]).T
+    values = scans["long"]["map"][1, 0].flatten().double().numpy()
+    assert np.abs(np.sqrt(weights) - np.sqrt(values)).max() <= 0.5 / 255 + 1e-4
+    assert (low <= values).all()
+    assert (values <= high).all()
+    # No more than half a step of the root around the stored one, and no digits beyond it.
+    assert (np.sqrt(high) - np.sqrt(low.clip(0)) <= 1 / 255 + 1e-4).all()
+    assert max(len(row[-3].lstrip("0.").replace(".", "")) for row in tables["map"][1:]) <= 7
     column = tables["heads"][0].index("entropy")
     entropy = [float(row[column]) for row in tables["heads"][1:]]
     assert entropy == pytest.approx(scans["long"]["entropy"].flatten().tolist(), rel=1e-5)

@@ -142,21 +142,29 @@ def test_every_column_of_twelve_heads_is_in_sight(
 def test_one_word_in_all_heads_moves_nothing(
     browser: Chromium, large: Path, width: int, height: int
 ) -> None:
-    """The map keeps its place and its size, and the pinned word stays under the pointer."""
+    """The heads take the place of the map, and the pinned word stays under the pointer."""
     with browser.open(large, width=width, height=height, address="#t=9000") as opened:
         opened.poll("document.querySelector('.t.pinned') !== null")
-        places = ("[data-part=map] canvas", ".text .scroller", ".text .t.pinned")
+        places = (".text .scroller", ".text .t.pinned")
         before = [box(opened, place) for place in places]
+        left, top, right, _ = box(opened, "[data-part=map]")
         opened.page.click("[data-part=every-head]")
         opened.wait("s.parts.links.token === 9000")
+        opened.settle()
         assert [box(opened, place) for place in places] == before
-        assert area(opened, "[data-part=map] canvas") >= 0.2 * width * height
+        heads = box(opened, "[data-part=grid]")
+        assert heads[:2] == pytest.approx((left, top), abs=1)
+        assert heads[2] >= right - 1
+        small = box(opened, "[data-part=map] canvas")
+        assert small[2] - small[0] >= 100
+        assert is_inside(small, width, height)
 
 
 @pytest.mark.slow
 def test_columns_out_of_sight_fade_the_edge(browser: Chromium, large: Path) -> None:
     cells = "[data-part=grid] .cells"
-    with browser.open(large, width=390, height=844, has_touch=True, is_mobile=True) as opened:
+    phone = {"width": 390, "height": 844, "has_touch": True, "is_mobile": True}
+    with browser.open(large, address="#t=9000&v=links", **phone) as opened:
         opened.do("headwise.app.set({ tab: 'heads' })", "s.tab === 'heads'")
         opened.poll(f"document.querySelector('{cells}').matches('[data-more]')")
         mask = opened.page.locator(cells).evaluate("(all) => getComputedStyle(all).maskImage")

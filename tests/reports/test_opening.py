@@ -12,7 +12,7 @@ from headwise import AttentionMatrix, ScoreBias
 from headwise import scan as scan_model
 from headwise.reports.page import save_scan_page, viewer_data
 from headwise.reports.report import ScanReport
-from headwise.scanning.links import SIGHT, find_strongest_link
+from headwise.scanning.links import FUNCTION_WORDS, SIGHT, find_strongest_link
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import TopKeysOfEveryQuery
 from headwise.scanning.written import WrittenText
@@ -68,7 +68,10 @@ def test_it_is_the_strongest_of_two_words_that_are_apart(kind: str, seed: int) -
     generator = torch.Generator().manual_seed(seed)
     length = len(WORDS)
     weights = torch.randn(HEADS, length, length, generator=generator).double().mul(2).softmax(-1)
-    is_word = [place > 0 and word.isalnum() for place, word in enumerate(WORDS)]
+    is_word = [
+        place > 0 and word.isalnum() and word.lower() not in FUNCTION_WORDS
+        for place, word in enumerate(WORDS)
+    ]
     links = {
         (head, query, key): float(weights[head, query, key])
         for head, query, key in product(range(HEADS), range(length), range(length))
@@ -149,6 +152,39 @@ def test_names_in_brackets_are_no_words() -> None:
     assert find_strongest_link(scan, lambda token: names.get(token, ".")) == (0, 2, 8)
     assert viewer_data(ScanReport.of(scan))[0]["opening"] is None
     assert viewer_data(report)[0]["opening"] is not None
+
+
+@pytest.mark.parametrize(
+    ("word", "what"), [("the", "an article"), ("THAT", "a conjunction"), ("x", "a letter")]
+)
+def test_words_that_say_little_are_left_out(word: str, what: str) -> None:
+    words = [word if place == 5 else each for place, each in enumerate(WORDS)]
+    weights = spread({(1, 8, 5): 0.9, (2, 8, 2): 0.4})
+    assert find_strongest_link(scan_of(weights, words), None) == (0, 2, 8), what
+
+
+def test_pieces_of_words_are_left_out() -> None:
+    """Written: the letters beside a token. By names: what continues a word, or has no blank."""
+    weights = spread({(1, 8, 4): 0.5, (1, 8, 5): 0.3, (2, 8, 2): 0.25})
+    scan = scan_of(weights, WORDS)
+    written = text_of(WORDS)
+    spans = written.spans.clone()
+    spans[4, 1] -= 1  # "no", then "t fit" in two tokens
+    spans[5, 0] -= 2
+    whole = written.text.replace(" fit", "fit ")
+    part = torch.tensor([[*pair] for pair in spans.tolist()])
+    part[5] = torch.tensor([int(part[4, 1]), int(part[4, 1]) + 4])
+    texts = (scan.texts[0]._replace(written=(WrittenText(whole, part),)),)
+    object.__setattr__(scan, "texts", texts)
+    assert find_strongest_link(scan, None) == (0, 2, 8)
+    for names in ({4: "not", 5: "##fit"}, {4: " not", 5: "fit"}):
+        scan = scan_of(weights, None)
+        ids = scan.texts[0]._replace(ids=torch.arange(len(WORDS)).int())
+        object.__setattr__(scan, "texts", (ids,))
+        blank = "" if "##fit" in names.values() else " "
+        given = {at: f"{blank}{word}" for at, word in enumerate(WORDS) if word.isalnum()}
+        texts_of = {**given, **names}
+        assert find_strongest_link(scan, lambda token, t=texts_of: t.get(token, ".")) == (0, 2, 8)
 
 
 # ---- the page ------------------------------------------------------------------------------------

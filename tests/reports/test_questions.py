@@ -276,7 +276,7 @@ def test_how_do_two_layers_differ(browser: Chromium, path: Path, seen: Seen, way
         reader.press("[data-part=compare-layer]")
         reader.press('[data-part=grid] [data-layer="4"]')
         reader.opened.wait("s.against === 4")
-        rows = reader.page.locator("[data-part=layer] table.changes tr").all_text_contents()
+        rows = reader.page.locator("[data-part=layer] .dots p").all_text_contents()
     row = next(row for row in rows if row.startswith("previous token"))
     said = [float(x) / 100 for x in re.findall(r"([\d.]+) ?%?", row.replace("previous token", ""))]
     for shown, layer in zip(said, (1, 4), strict=False):

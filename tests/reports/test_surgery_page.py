@@ -1,10 +1,12 @@
 """The page of a pruning: its numbers are those of the cut."""
 
+import math
 from typing import get_args
 
 import pytest
 
-from headwise.reports.surgery import render_cut
+from headwise.reports.surgery import DOT, render_cut
+from headwise.support.text import human_bytes
 from headwise.surgery import Pruning, prune
 from headwise.surgery.fit import Repair
 from tests.reports.html import Tree, outside
@@ -27,7 +29,7 @@ def test_the_chosen_number_has_the_result_of_the_cut(pruned: Pruning) -> None:
     page = render_cut(pruned, "a model", facts=["smaller by a third"])
     assert "no interval below 10 sequences" in page
     assert "<li>smaller by a third</li>" in page
-    [drawn] = Tree(page).root.all("svg")
+    drawn = Tree(page).root.all("svg")[0]
     assert f"11 heads: {after}" in drawn.text
     label = drawn.attributes["aria-label"]
     assert label.endswith(f": {after}.")
@@ -36,6 +38,49 @@ def test_the_chosen_number_has_the_result_of_the_cut(pruned: Pruning) -> None:
     assert "after</strong>" in page
     assert f", {after} after" in page
     assert outside(page) == []
+
+
+def test_every_head_is_a_dot_at_its_effect(pruned: Pruning) -> None:
+    """Left of the line of no effect if the model gains without it; crossed if it is gone."""
+    root = Tree(render_cut(pruned, "a model")).root
+    _, axis, *layers = root.all("svg")
+    table = pruned.plan.table()
+    assert len(layers) == len(table)
+    zero = next(float(t.attributes["x"]) for t in axis.all("text") if t.text == "0")
+    for drawn, row in zip(layers, table, strict=True):
+        dots = [g for g in drawn.all("g") if g.attributes.get("class") in ("kept", "gone")]
+        places = {}
+        for dot in dots:
+            (circle,), (title,) = dot.all("circle"), dot.all("title")
+            head = int(title.text.split(":")[0].removeprefix("head "))
+            places[head] = float(circle.attributes["cx"]), float(circle.attributes["cy"])
+            assert (dot.attributes["class"] == "gone") == (head in row["gone"])
+            assert bool(dot.all("path")) == (head in row["gone"])
+            assert f"{row['effects'][head]:.5f}".replace("-", "−") in title.text
+        assert [*sorted(places)] == [*range(len(row["effects"]))]
+        for head, effect in enumerate(row["effects"]):
+            assert (places[head][0] - zero) * effect >= 0
+        order = sorted(places, key=lambda head: row["effects"][head])
+        assert order == sorted(places, key=lambda head: places[head][0])
+        # No two dots touch.
+        pairs = [(a, b) for a in places for b in places if a < b]
+        assert all(math.dist(places[a], places[b]) >= 2 * DOT - 0.11 for a, b in pairs)
+
+
+def test_the_page_has_the_size_before_and_after(pruned: Pruning) -> None:
+    before, after = (
+        sum(p.numel() * p.element_size() for p in model.parameters())
+        for model in (pruned.plan.heads.model, pruned.model)
+    )
+    page = " ".join(render_cut(pruned, "a model").split())
+    assert after < before
+    assert f"The model takes {human_bytes(before)} before and {human_bytes(after)} after" in page
+
+
+def test_the_ring_at_the_edge_of_the_curve_is_whole(pruned: Pruning) -> None:
+    svg = render_cut(pruned, "a model").partition("<svg")[2].partition("</svg>")[0]
+    ring = [part for part in svg.split("<g ") if 'id="line2d_' in part]
+    assert any("<use" in part and "clip-path" not in part for part in ring)
 
 
 def test_the_printed_curve_has_the_result_of_the_cut(pruned: Pruning) -> None:

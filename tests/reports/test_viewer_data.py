@@ -17,6 +17,7 @@ import torch
 from headwise import AttentionMatrix, Mask, scan
 from headwise.errors import OptionError
 from headwise.reports.blobs import THUMB, count_top_keys, head_map_arrays, pool_thumbnails
+from headwise.reports.changed import changed_heads, describe_total_change
 from headwise.reports.images import ALPHABET, encode_base85
 from headwise.reports.page import (
     read_viewer_asset,
@@ -27,7 +28,7 @@ from headwise.reports.page import (
     standout_cards,
     viewer_data,
 )
-from headwise.reports.report import ScanReport
+from headwise.reports.report import NO_CHANGE, ScanReport
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from tests.quick import others_slow
@@ -301,20 +302,17 @@ def test_what_changed_is_told_alike_everywhere() -> None:
     after.layer_scans[2].summaries["entropy"]["sum"][4] += 1.5
     report = viewer_report(before, second=after, names=("early", "late"))
     meta, _ = blobs_of(report)
-    sentences = [change["sentence"] for change in meta["changes"]]
-    induction = "induction of layer 1, head 2: 92 % in early, 12 % in late"
-    assert sentences[0] == induction
+    sentences = [change.sentence for change in before.diff(after).changes(names=("early", "late"))]
+    assert sentences[0] == "induction of layer 1, head 2: 92 % in early, 12 % in late"
     assert len(sentences) == 2
-    expected = before.diff(after).changes(names=("early", "late"))
-    assert sentences == [change.sentence for change in expected]
-    first = meta["changes"][0]
-    assert (first["layer"], first["head"], first["statistic"]) == (1, 2, "induction")
-    assert first["places"] == pytest.approx([0.92**0.5, 0.12**0.5], rel=1e-5)
-    entropy = next(x for x in meta["scans"][0]["statistics"] if x["name"] == "entropy")
-    assert meta["changes"][1]["places"][1] == pytest.approx(
-        float(after["entropy"][2, 4] - entropy["low"]) / (entropy["high"] - entropy["low"]),
-        rel=1e-5,
-    )
+    # A card a head, the largest total change first.
+    cards = {(x["layer"], x["head"]): (x["statistic"], x["sentence"]) for x in meta["changes"]}
+    apart = before.diff(after).apart
+    assert [*cards] == sorted(cards, key=lambda head: -float(apart[head])) == [(1, 2), (2, 4)]
+    assert cards[1, 2] == ("induction", "induction 92 % to 12 %")
+    values = (float(each["entropy"][2, 4]) for each in (before, after))
+    assert cards[2, 4] == ("entropy", "entropy {:.2f} nats to {:.2f} nats".format(*values))
+    assert "of 15 heads changed by more than 1" in meta["headline"]
     record = report.as_json()
     assert record["compared"] == {"first": "early", "second": "late"}
     assert [row["sentence"] for row in record["changes"]] == sentences
@@ -344,11 +342,59 @@ def test_first_is_the_scan_before_and_a_change_is_after_less_before() -> None:
         next(x for x in scan["statistics"] if x["name"] == "induction") for scan in meta["scans"]
     ]
     assert [each["rows"][1][2] for each in induction] == [0.25, 0.75]
-    assert meta["changes"][0]["places"] == pytest.approx([0.25**0.5, 0.75**0.5], rel=1e-5)
+    assert meta["changes"][0]["sentence"] == "induction 25 % to 75 %"
     page = render_diff(before.diff(after), names=("early", "late"))
     stored, _ = data_in(page)
     assert [scan["name"] for scan in stored["scans"]] == ["early", "late"]
-    assert stored["changes"][0]["sentence"] == change["sentence"]
+    assert stored["changes"] == meta["changes"]
+
+
+def changed_width(*, to: float, missing: bool = False) -> tuple[HeadScan, HeadScan]:
+    """Scans of which head 1.2 attends to another number of keys, and 0.3 to slightly more."""
+    before, after = viewer_scan(), viewer_scan()
+    for each, keys in ((before, 12.0), (after, to)):
+        width = each.layer_scans[1].summaries["effective_keys"]
+        width["sum"][2], width["count"][2] = keys, 1
+    after.layer_scans[0].summaries["induction"]["sum"][3] += 0.01
+    if missing:
+        after.layer_scans[1].summaries["entropy"]["sum"][2] = torch.nan
+    return before, after
+
+
+@pytest.mark.parametrize(
+    ("to", "says"),
+    [
+        (640.0, "now attends evenly: 12 to 640 keys"),
+        (200.0, "now attends to more keys: 12 to 200 keys"),
+        (2.0, "now attends to fewer keys: 12 to 2.0 keys"),
+    ],
+)
+@pytest.mark.parametrize("missing", [False, True])
+def test_each_changed_head_has_one_card(to: float, says: str, missing: bool) -> None:
+    """A value that one scan lacks leads neither the cards nor the changes."""
+    before, after = changed_width(to=to, missing=missing)
+    diff = before.diff(after)
+    cards = changed_heads(diff, n=8, names=("A", "B"))
+    assert [(x.before.layer_index, x.before.head) for x in cards] == [(1, 2), (0, 3)]
+    assert cards[0].sentence == says
+    sentences = [change.sentence for change in diff.changes()]
+    assert ["no value" in each for each in sentences] == [False] * (len(sentences) - missing) + (
+        [True] * missing
+    )
+
+
+def test_the_headline_counts_the_heads_that_changed() -> None:
+    before, after = changed_width(to=640.0)
+    diff = before.diff(after)
+    least, most = sorted(diff.apart.flatten().tolist())[-2:]
+    assert most > 1 > least > 0
+    words = describe_total_change(diff)
+    assert words.startswith("1 of 15 heads changed by more than 1; the rest by at most ")
+    assert least <= float(words.split()[-1]) < 1.1 * least
+    assert describe_total_change(before.diff(before)) == NO_CHANGE
+    small = viewer_scan()
+    small.layer_scans[0].summaries["induction"]["sum"][3] += 0.001
+    assert describe_total_change(viewer_scan().diff(small)).startswith("None of 15 heads")
 
 
 def test_each_of_two_scans_has_its_words() -> None:

@@ -175,7 +175,7 @@ def test_a_pair_of_words_in_every_head(browser: Chromium, sentence: Read) -> Non
         weights = [shown[tuple(map(int, name.split(".")))]["weight"] for name in order]
         assert weights == sorted(weights, reverse=True)
         assert order[:3] == ranked[:3]
-        page.click("[data-part=pinned] button:nth-child(2)")
+        page.click(".second-token")
         opened.wait(f"s.second === null && s.token === {IT}")
         # Nor is the text selected between the two clicks.
         page.click(f'[data-t="{IT}"]')
@@ -443,14 +443,50 @@ def test_cross_attention_and_several_sequences(browser: Chromium, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_two_scans_answer_for_a(browser: Chromium, tmp_path: Path) -> None:
-    scan = viewer_scan(top=5)
-    report = viewer_report(scan, second=viewer_scan(), names=("before", "after"))
-    with browser.open(
-        save_scan_page(tmp_path / "p.html", report), address="#t=300&v=links"
-    ) as opened:
-        assert len(answers(opened, 300)) == 15
-        assert "Heads of A, before." in opened.page.inner_text("[data-part=grid]")
+def test_two_scans_answer_for_the_side_that_is_shown(browser: Chromium, tmp_path: Path) -> None:
+    """Where one side holds the stored keys of a head, the change of the other is not known."""
+    report = viewer_report(viewer_scan(top=5), second=viewer_scan(), names=("before", "after"))
+    page = save_scan_page(tmp_path / "p.html", report)
+    said = {"A": "Heads of A, before.", "B": "Heads of B, after.", "diff": "B − A: after − before."}
+    for mode, count in (("A", 15), ("B", 3), ("diff", 3)):
+        with browser.open(page, address=f"#t=300&v=links&m={mode}") as opened:
+            assert len(answers(opened, 300)) == count
+            assert said[mode] in opened.page.inner_text("[data-part=grid]")
+
+
+@pytest.mark.slow
+def test_a_change_of_stored_keys_is_never_more_than_the_true_one(
+    browser: Chromium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of made-up stored keys: what is named moved at least so much, on any weights that fit."""
+    monkeypatch.setattr("headwise.reports.blobs.MOST_ROWS", 0)
+    before = viewer_scan(layers=2, length=2500, top=5)
+    after = viewer_scan(layers=2, length=2500, top=5)
+    for layer in after.layer_scans:
+        top = layer.summaries["top_keys_of_every_query"]
+        top["key"] = top["key"].roll(1, 0)
+        top["share"] = top["share"].roll(1, 0)
+    report = viewer_report(before, second=after, top_keys="all")
+    page = save_scan_page(tmp_path / "p.html", report)
+    with browser.open(page, address="#t=2400&v=links&m=diff") as opened:
+        shown = answers(opened, 2400)
+    assert len(shown) == 10
+    for (layer, head), link in shown.items():
+        key = link["other"]
+        sides = []
+        for scan in (before, after):
+            top = scan.layer_scans[layer].summaries["top_keys_of_every_query"]
+            keys, shares = (top[name][head, 2400] for name in ("key", "share"))
+            stored = shares[keys == key]
+            low = float(stored[0]) if len(stored) else 0.0
+            least = float(shares[keys >= 0].min())
+            sides.append((low, low if len(stored) else min(least, 1 - float(shares.sum()))))
+        (a, a_most), (b, b_most) = sides
+        ends = b - a_most, b_most - a
+        assert ends[0] - 0.01 <= link["weight"] <= ends[1] + 0.01
+        near = min(ends, key=abs) if ends[0] * ends[1] > 0 else 0.0
+        assert abs(link["weight"]) <= abs(near) + 0.01
+        assert (link["bound"] == "exact") <= (a == a_most and b == b_most)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from headwise.reports.page import save_scan_page
 from headwise.scanning.written import WrittenText
 from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
-from tests.reports.viewer_scans import viewer_report, viewer_scan
+from tests.reports.viewer_scans import WORDS, viewer_report, viewer_scan
 from tests.reports.written_pages import DRAWN, LINES, page_of, tokenized
 from tests.scanning.written_texts import KINDS, TEXTS
 
@@ -136,7 +136,9 @@ def test_words_of_the_vocabulary_are_apart_in_lines_that_fit(
     browser: Chromium, tmp_path: Path, names: str
 ) -> None:
     """Of a tokenizer that does not tell the characters."""
-    report = viewer_report(viewer_scan(), **({"name_of": None} if names == "numbers" else {}))
+    words = tuple(word.strip() or "end" for word in WORDS)
+    given = {"name_of": None} if names == "numbers" else {"words": words}
+    report = viewer_report(viewer_scan(), **given)  # type: ignore[arg-type]
     with browser.open(save_scan_page(tmp_path / "page.html", report)) as opened:
         opened.poll("document.querySelectorAll('.sheet .t').length > 9")
         boxes = opened.page.locator(".sheet .t").evaluate_all(BOXES)

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import zlib
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from headwise import scan
+from headwise.checkpoints.transformers import find_tokenizer
 from headwise.errors import OptionError
-from headwise.models import tiny
+from headwise.models import minilm, tiny
 from headwise.reports.page import read_viewer_asset, viewer_data
 from headwise.reports.report import ScanReport
 from headwise.scanning._scan import ExactRows
@@ -89,7 +91,7 @@ def test_traits(read: HeadScan, model: Any, ids: torch.Tensor) -> None:
     two = read.view(other=read)
     assert len(two.meta["scans"]) == 2
     other = scan(model, tiny.encode("another text")[None], statistics=["standard", Map(64)])
-    change = read.diff(other).changes(1)[0].before
+    change = read.diff(other).top(n=1)[0]
     assert read.view(other=other).selected_head == [change.layer_index, change.head]
     assert [first["layer"], first["head"]] != [change.layer_index, change.head]
 
@@ -228,3 +230,28 @@ def test_the_theme_and_the_keys_of_a_notebook(
             opened.poll(f"getComputedStyle({ROOT_ELEMENT}).backgroundColor === {background!r}")
             page.evaluate(f"document.body.removeAttribute({attribute!r})")
             opened.poll(f"!{ROOT_ELEMENT}.dataset.theme")
+
+
+def test_the_text_is_written_by_the_tokenizer_of_the_model() -> None:
+    """Without names, by the model that transformers loaded; with names, as they say."""
+    transformers = pytest.importorskip("transformers")
+    folder = minilm.model_folder()
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    text = "The trophy did not fit."
+    ids = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
+    read = scan(model, {"input_ids": ids}, statistics=["entropy", "map"])
+    widget = read.view(model=model, inputs={"input_ids": ids})
+    fields = json.loads(zlib.decompress(widget.blobs["0/text/0"]))
+    assert fields["written"][0]["text"].lower() == text.lower()
+    assert sum(length > 0 for length in fields["written"][0]["spans"][1::2]) == ids.shape[1] - 2
+    named = read.view(model=model, inputs={"input_ids": ids}, name_of=str)
+    fields = json.loads(zlib.decompress(named.blobs["0/text/0"]))
+    assert "written" not in fields
+    assert str(int(ids[0, 1])) in fields["words"]
+
+
+def test_a_model_without_a_tokenizer_has_numbers() -> None:
+    ids = tiny.encode(TEXT)[None]
+    widget = scan(tiny.load(), ids, statistics=["map"]).view()
+    assert "written" not in json.loads(zlib.decompress(widget.blobs["0/text/0"]))
+    assert find_tokenizer(tiny.load()) is None

@@ -1,8 +1,8 @@
 /** The page: what is chosen, the data of it, and the parts that draw it. */
 
 import type { Layer, Meta, Received, Scan, Standout, Statistic } from "./contract";
-import { allHeads, statisticOf } from "./heads";
-import { type Asked, blobsOfLinks, linksOf } from "./links";
+import { allHeads, nameOf, statisticOf } from "./heads";
+import { type Asked, type Link, blobsOfLinks, linksOf, movesOf } from "./links";
 import { Light } from "./light";
 import { type HeadId, Thumbnails, difference, loadMap, positionOf, sameHead } from "./maps";
 import { Distances } from "./similar";
@@ -12,9 +12,17 @@ import { Text } from "./text";
 import { loadTopKeys } from "./top_keys";
 import type { Lights, Loaded, Part, Seen, View } from "./view";
 
+const MOST_LETTERS = 12; // of the name of a scan beside that of a head
 const SLICE_MS = 40; // of drawing before other work may run
 
 type Change = "push" | "replace";
+
+/** The answers about the pinned tokens in all heads, with the texts of each scan. */
+export interface Answers {
+  asked: Asked;
+  links: Link[] | null;
+  texts: (Text | null)[][];
+}
 
 /** B, where A and B stand side by side: B's head and data, and all else as the page has it. */
 class Beside implements Seen {
@@ -60,6 +68,8 @@ export class App implements Seen {
   onLight: (lights: Lights) => void = () => undefined;
   /** True while the next head or layer that is pointed out is the one to compare with. */
   isChoosing = false;
+  /** True after the first drawing. */
+  isDrawn = false;
   private epoch = 0;
 
   constructor(
@@ -113,10 +123,11 @@ export class App implements Seen {
     return this.meta.scans.length > 1 ? `${name}, ${this.meta.scans[id.scan]?.name ?? ""}` : name;
   }
 
-  /** Return a head's name for a heading with two: "5.3", or "5.3 before" where there are two scans. */
+  /** Return a head's name for a heading with two: "5.3", or "5.3 before" where there are two scans; "5.3 A" for a long name. */
   shortName(id: HeadId): string {
-    const name = `${id.layer}.${id.head}`;
-    return this.meta.scans.length > 1 ? `${name} ${this.meta.scans[id.scan]?.name ?? ""}` : name;
+    const { scans } = this.meta;
+    const isShort = scans.every(({ name }) => name.length <= MOST_LETTERS);
+    return scans.length > 1 ? `${nameOf(id)} ${isShort ? scans[id.scan]?.name : "AB"[id.scan]}` : nameOf(id);
   }
 
   /** Return the head of the second scan that a head is compared with: the matched, or the same. */
@@ -159,6 +170,7 @@ export class App implements Seen {
       token: opening?.token ?? null,
       second: null,
       direction: "keys",
+      isPlain: false,
       zoom: WHOLE,
       tab: "map",
       search: "",
@@ -186,6 +198,11 @@ export class App implements Seen {
     return state;
   }
 
+  /** The address of what is shown; without one of its own, that of a page of this name. */
+  get link(): string {
+    return location.href.replace(/#.*$/, "") + this.address;
+  }
+
   private get address(): string {
     return toHash(this.state, this.firstState(this.state.report));
   }
@@ -196,6 +213,7 @@ export class App implements Seen {
   set(change: Partial<State>, how: Change = "push"): void {
     const before = this.state;
     this.state = { ...before, ...change };
+    if (this.state.other && sameHead(this.state.other, this.chosen)) this.state.other = null;
     if (!this.state.other) this.state.mode = "A";
     if (this.state.token === null) this.state.second = null;
     this.hovered = null;
@@ -240,6 +258,16 @@ export class App implements Seen {
     this.set({ subject: "layer", against: against === this.state.layer ? null : against });
   }
 
+  /** Leave the choice of what to compare with, else a comparison within the scan, else the pinned token. */
+  leave(): void {
+    const { state } = this;
+    const other = this.partner(this.chosen);
+    if (this.isChoosing) this.choosing(false);
+    else if (state.against !== null) this.set({ against: null });
+    else if (state.other?.scan === 0) this.set({ other, mode: other ? "both" : "A", zoom: WHOLE });
+    else this.pin(null);
+  }
+
   /** Begin or leave the choice of what to compare with. */
   choosing(isChoosing: boolean): void {
     if (isChoosing === this.isChoosing) return;
@@ -272,7 +300,9 @@ export class App implements Seen {
   }
 
   /** Preview a token; null goes back to the pinned one. */
-  hover(token: number | null, direction: State["direction"] = this.state.direction): void {
+  hover(at: number | null, direction: State["direction"] = this.state.direction): void {
+    // Over the second token the pair stays lit.
+    const token = at === this.state.second ? null : at;
     if (this.hovered?.token === (token ?? undefined) && this.hovered?.direction === direction) return;
     this.hovered = token === null ? null : { token, direction };
     this.updateLight();
@@ -303,6 +333,7 @@ export class App implements Seen {
       if (epoch !== this.epoch) return;
       since = performance.now();
     }
+    this.isDrawn = true;
     this.updateLight();
     void this.lookAhead(epoch);
   }
@@ -312,27 +343,52 @@ export class App implements Seen {
   /** While the page is idle inflate what answers about a word in all heads, and find the answers to the pinned one. */
   private async lookAhead(epoch: number): Promise<void> {
     const { report } = this.state;
-    const read = this.ahead.get(report) ?? this.source.readAhead(report, blobsOfLinks(this.scan, 0));
+    const read = this.ahead.get(report) ?? this.source.readAhead(report, this.meta.scans.flatMap(blobsOfLinks));
     this.ahead.set(report, read);
     await read;
     for (const direction of ["keys", "queries"] as const) {
       await idle();
-      const asked = epoch === this.epoch ? this.asked(direction) : null;
-      if (asked) await linksOf(this.source, report, 0, asked);
+      if (epoch === this.epoch) await this.answers(direction);
     }
+  }
+
+  /** What answers about a word in all heads show where two scans are compared. */
+  get linkMode(): "A" | "B" | "diff" {
+    const { mode, other } = this.state;
+    return other?.scan !== 1 || mode === "A" ? "A" : mode === "B" ? "B" : "diff";
+  }
+
+  /** Return the answers about the pinned tokens in all heads of A; those of their partners in B, or the changes. */
+  async answers(direction: State["direction"] = this.state.direction): Promise<Answers | null> {
+    const { source, linkMode, meta } = this;
+    const { report } = this.state;
+    const asked = this.asked(direction);
+    if (!asked) return null;
+    const texts = await Promise.all(meta.scans.map(({ texts }, scan) => Promise.all(texts.map((_, text) => this.loadText(scan, text)))));
+    const isWord = (text: number, token: number): boolean => texts.every((each) => !each[text]?.isSpecial(asked.sequence, token));
+    if (linkMode === "A") return { asked, texts, links: await linksOf(source, report, 0, asked, isWord) };
+    if (linkMode === "diff") return { asked, texts, links: await movesOf(source, report, asked, isWord, (head) => this.partner(head, report)) };
+    const found = await linksOf(source, report, 1, asked, isWord);
+    const byName = new Map(found?.map((link) => [nameOf(link), link]));
+    const links = found && allHeads(meta.scans[0] as Scan, null).flatMap(({ layer, head }) => {
+      const other = this.partner({ layer, head }, report);
+      const link = other && byName.get(nameOf(other));
+      return link ? [{ ...link, layer, head }] : [];
+    });
+    return { asked, texts, links };
   }
 
   /** Return the question about the pinned tokens in all heads, or null if none is pinned. */
   asked(direction: State["direction"]): Asked | null {
-    const { token, second: other, sequence } = this.state;
+    const { token, second: other, sequence, isPlain } = this.state;
     const text = direction === "keys" ? this.layer?.query_text : this.layer?.key_text;
-    return token === null || text === null || text === undefined ? null : { text, sequence, token, other, direction };
+    return token === null || text === null || text === undefined ? null : { text, sequence, token, other, direction, isPlain };
   }
 
   private async load(): Promise<Loaded> {
     const { source, state } = this;
     const { report, other } = state;
-    const [a, b, of, received, profile, thumbs, distances] = await Promise.all([
+    const [a, b, of, received, profile, thumbs, distances, second] = await Promise.all([
       loadMap(source, report, this.chosen),
       other ? loadMap(source, report, other) : null,
       this.loadTokens(this.shown),
@@ -340,10 +396,11 @@ export class App implements Seen {
       this.scan.reach === null ? new Uint8Array() : source.bytes(report, "0/profile"),
       source.bytes(report, "0/thumbs"),
       source.bytes(report, "0/distances"),
+      this.meta.scans[1] ? source.bytes(report, "1/thumbs") : null,
     ]);
     const map = { A: a, B: b, both: a, diff: a && b ? difference(a, b) : null }[state.mode];
     const profiles = new Float32Array(profile.slice().buffer);
-    return { a, b, map, ...of, received, profiles, ...this.allHeadsOf(report, thumbs, distances) };
+    return { a, b, map, ...of, received, profiles, ...this.allHeadsOf(report, thumbs, distances, second) };
   }
 
   /** Return the single tokens of a head: what is stored of them, and their words. */
@@ -357,11 +414,17 @@ export class App implements Seen {
     return { top, queries, keys };
   }
 
-  private readonly ofAllHeads = new Map<number, Pick<Loaded, "thumbnails" | "distances">>();
+  private readonly ofAllHeads = new Map<number, Pick<Loaded, "thumbnails" | "others" | "distances">>();
 
-  private allHeadsOf(report: number, thumbs: Uint8Array, distances: Uint8Array): Pick<Loaded, "thumbnails" | "distances"> {
-    const scan = (this.source.reports[report] as Meta).scans[0] as Scan;
-    const made = this.ofAllHeads.get(report) ?? { thumbnails: new Thumbnails(scan, thumbs), distances: new Distances(scan, distances) };
+  private allHeadsOf(
+    report: number, thumbs: Uint8Array, distances: Uint8Array, second: Uint8Array | null,
+  ): Pick<Loaded, "thumbnails" | "others" | "distances"> {
+    const [scan, other] = (this.source.reports[report] as Meta).scans as [Scan, Scan?];
+    const made = this.ofAllHeads.get(report) ?? {
+      thumbnails: new Thumbnails(scan, thumbs),
+      others: other && second ? new Thumbnails(other, second) : null,
+      distances: new Distances(scan, distances),
+    };
     this.ofAllHeads.set(report, made);
     return made;
   }

@@ -55,14 +55,12 @@ export interface Standout {
   middle: string;
 }
 
-/** A change from the first scan to the second: the head of the first, in a sentence on both. */
+/** A head of the first scan that changed, and how: the second half of a sentence. */
 export interface Change {
   layer: number;
   head: number;
   statistic: string;
   sentence: string;
-  /** Where the values before and after stand on the statistic's scale, from 0 to 1. */
-  places: [before: number | null, after: number | null];
 }
 
 export interface Scan {
@@ -101,6 +99,8 @@ export interface Meta {
   /** For each layer and head of the first scan its partner in the second; null if paired by number. */
   matched: number[][] | null;
   changes: Change[];
+  /** How many heads changed by how much, of two scans. */
+  headline: string;
 }
 
 /** A page holds one report, or several to choose from. */

@@ -20,6 +20,12 @@ export function percent(share: number): string {
   return minus(`${value.toFixed(size >= 9.95 ? 0 : size >= 0.995 ? 1 : 2)} %`);
 }
 
+/** Return a share rounded down to the two digits that are written of it, so that no more is promised. */
+export function least(share: number): number {
+  const step = 10 ** (Math.floor(Math.log10(Math.max(share, 1e-4))) - 1);
+  return share < 1e-4 ? share : Math.floor(share / step + 1e-9) * step;
+}
+
 /** Format a change of a share with its sign. */
 export const change = (share: number): string => (share >= 1e-4 ? `+${percent(share)}` : percent(share));
 

@@ -16,9 +16,11 @@ import { Pinned } from "./parts/pinned";
 import { Search } from "./parts/search";
 import { TextPane } from "./parts/text_pane";
 import { Source, pageBlobs } from "./source";
-import { type Tab, isList } from "./state";
+import { type Tab, showsLinks } from "./state";
 import { type WidgetModel, followWidget, settle, widgetSource } from "./widget";
 
+const [HEAD_ROOM, HEAD_ROW] = [98, 28]; // pixels of what stands over the heads of a layer, and of these
+const OTHERS = 420; // pixels of what stands over the heads of a page, and of the text under them
 const MOST_HEADS = 12; // that are named as heads with single tokens
 const TABS: [Tab, string][] = [["heads", "Heads"], ["map", "Map"], ["facts", "Facts"], ["text", "Text"]];
 
@@ -36,7 +38,7 @@ function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): voi
   tools.append(files.opener, keys.opener);
   const facts = new Facts(app);
   const pinned = new Pinned(app);
-  const text = new TextPane(app, pinned.root, search);
+  const text = new TextPane(app, pinned, search);
   const tabs = tabList(app, root);
   const parts = [header.root, tabs.root, grid.root, map.root, text.root, facts.root, keys.dialog, files.dialog];
   root.replaceChildren(element("div", { class: "app", role }, ...parts));
@@ -83,9 +85,14 @@ function tabList(app: App, root: HTMLElement): { root: HTMLElement; update(): vo
   return {
     root: list,
     update: () => {
+      // The text stays where the heads left it; a page that opens with one word has the height of numbers.
+      const isLinks = showsLinks(app.state);
+      const height = root.querySelector<HTMLElement>(".heads")?.getBoundingClientRect().height ?? 0;
+      if (isLinks && !root.hasAttribute("data-links")) root.style.setProperty("--row", `${app.isDrawn ? height : Math.max(160, Math.min(HEAD_ROOM + HEAD_ROW * app.scan.layers.length, root.clientHeight - OTHERS))}px`);
+      root.toggleAttribute("data-links", isLinks);
       root.dataset["tab"] = app.state.tab;
       root.toggleAttribute("data-pair", app.state.mode === "both" && app.state.subject === "head");
-      root.toggleAttribute("data-list", isList(app.state));
+      root.toggleAttribute("data-list", app.state.order === "value");
       for (const choice of list.querySelectorAll("button")) {
         choice.setAttribute("aria-pressed", String(choice.dataset["tab"] === app.state.tab));
       }

@@ -67,9 +67,10 @@ export class Light {
     const block = own.block(token);
     const entries: Entry[] = [];
     for (let other = 0; other < others.blocks; other++) {
-      const weight = map.values[isRow ? block * map.cols + other : other * map.cols + block] ?? 0;
+      const at = isRow ? block * map.cols + other : other * map.cols + block;
+      const [weight, error] = [map.values[at] ?? 0, map.errors?.[at]];
       const [first, last] = others.tokens(other);
-      if (weight !== 0 && last >= first) entries.push({ first, last, weight });
+      if (weight !== 0 && last >= first) entries.push({ first, last, weight, ...(error === undefined ? {} : { error }) });
     }
     entries.sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
     return { token, what, entries, exact: this.hasSingleTokens ? "map" : "block", end: this.end };

@@ -21,6 +21,8 @@ export interface HeadMap {
   length: [queries: number, keys: number] | null;
   /** Row by row: weights from 0 to 1, or differences from −1 to 1. */
   values: Float32Array;
+  /** Of a difference: how far each of its values may be from the true one. */
+  errors?: Float32Array;
 }
 
 export const positionOf = (layer: Layer, head: number): number => layer.heads.indexOf(head);
@@ -30,6 +32,12 @@ export const headsBefore = (scan: Scan, layer: number): number =>
 
 /** Weights of the 256 stored steps: a byte is the rounded square root. */
 export const WEIGHTS = Float32Array.from({ length: 256 }, (_, step) => (step / 255) ** 2);
+
+/** Return the least and the most that a stored weight stands for: half a step of its root. */
+export function endsOf(weight: number): [low: number, high: number] {
+  const step = Math.round(255 * Math.sqrt(weight));
+  return [(Math.max(0, step - 0.5) / 255) ** 2, Math.min(1, ((step + 0.5) / 255) ** 2)];
+}
 
 /** Return the map of a head, or null if the scan has none. */
 export async function loadMap(source: Source, report: number, id: HeadId): Promise<HeadMap | null> {
@@ -85,14 +93,20 @@ export class Axis {
 /** Return B − A over the tokens that both have, or null if the blocks are not the same. */
 export function difference(a: HeadMap, b: HeadMap): HeadMap | null {
   const isSame = a.rows === b.rows && a.cols === b.cols && String(a.length) === String(b.length);
-  if (isSame) return { ...a, values: a.values.map((value, at) => (b.values[at] ?? 0) - value) };
+  // Half a step up is farther than half a step down.
+  const errorOf = (...both: number[]): number => both.reduce((sum, each) => sum + endsOf(each)[1] - each, 0);
+  if (isSame) {
+    const values = a.values.map((value, at) => (b.values[at] ?? 0) - value);
+    return { ...a, values, errors: a.values.map((value, at) => errorOf(value, b.values[at] ?? 0)) };
+  }
   if (!a.length || !b.length) return null;
   const [down, across] = [commonBlocks(a.rows, a.length[0], b.rows, b.length[0]), commonBlocks(a.cols, a.length[1], b.cols, b.length[1])];
   if (!down || !across) return null;
   const [rows, cols] = [down.blocks, across.blocks];
   const at = (map: HeadMap, n: number): number => map.values[Math.floor(n / cols) * map.cols + (n % cols)] ?? 0;
-  const values = Float32Array.from({ length: rows * cols }, (_, n) => at(b, n) - at(a, n));
-  return { rows, cols, length: [down.length, across.length], values };
+  const cells = Array.from({ length: rows * cols }, (_, n) => n);
+  const values = Float32Array.from(cells, (n) => at(b, n) - at(a, n));
+  return { rows, cols, length: [down.length, across.length], values, errors: Float32Array.from(cells, (n) => errorOf(at(a, n), at(b, n))) };
 }
 
 const ends = new WeakMap<HeadMap, number>();

@@ -32,6 +32,8 @@ export interface State {
   /** The second token of a pair: a key if the first one looks, else a query. */
   second: number | null;
   direction: Direction;
+  /** True if special tokens are no answer about a word in all heads. */
+  isPlain: boolean;
   zoom: Zoom;
   tab: Tab;
   search: string;
@@ -68,6 +70,7 @@ export function toHash(state: State, first: State): string {
   if (state.token !== null) parts.push(["t", String(state.token)]);
   if (state.second !== null) parts.push(["u", String(state.second)]);
   add("d", state.direction, "keys");
+  add("w", state.isPlain ? "1" : "", "");
   add("z", state.zoom.map((value) => Number(value.toFixed(4))).join(","), WHOLE.join(","));
   add("p", state.tab, first.tab);
   add("q", state.search, "");
@@ -106,6 +109,7 @@ export function fromHash(hash: string): Partial<State> {
   set("token", given.get("t") === "none" ? null : whole("t"));
   set("second", whole("u"));
   set("direction", choice("d", ["keys", "queries"] as const));
+  set("isPlain", given.get("w") === "1" || undefined);
   const zoom = (given.get("z") ?? "").split(",").map(Number);
   if (zoom.length === 3 && zoom.every((value) => Number.isFinite(value) && value >= 0)) {
     set("zoom", zoom as unknown as Zoom);

@@ -2,7 +2,9 @@
 
 import type { TextStream, Words } from "./contract";
 import { type Folded, fold } from "./fold";
-import { Written, areApart } from "./written";
+import { Written, areApart, areText } from "./written";
+
+const SPECIAL = /^(?:\[.*\]|<.*>)$/s; // as headwise.scanning.links has it
 
 /** A place of a text: its characters from one position to another, and the first of its tokens. */
 export interface Place {
@@ -54,6 +56,7 @@ export class Text {
     const written = this.words.written?.[sequence];
     if (written) return Written.fromSpans(written.text, written.spans, nameOf);
     const words = Array.from({ length: this.lengthOf(sequence) }, (_, token) => nameOf(token));
+    if (!this.areApart && areText(this.words.words)) return Written.fromNames(words, (token) => SPECIAL.test(nameOf(token).trim()), nameOf);
     return Written.fromWords(words, this.areApart, nameOf);
   }
 
@@ -61,6 +64,12 @@ export class Text {
   private nameOf(sequence: number, token: number): string {
     const id = this.words.ids[(this.first[sequence] ?? 0) + token];
     return id === undefined ? "" : (this.words.words[id] ?? "");
+  }
+
+  /** True for a token such as [SEP] or <s>, which stands for no characters of the text. */
+  isSpecial(sequence: number, token: number): boolean {
+    const name = this.nameOf(sequence, token).trim();
+    return SPECIAL.test(name) && !(this.words.written?.[sequence] && this.of(sequence).charactersOf(token));
   }
 
   /** Return a token as it was written; the word of its id where it has no characters. */

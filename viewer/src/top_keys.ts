@@ -88,13 +88,13 @@ export class TopKeys {
   }
 
   /** Return the first of these queries that gives the key most, or null if none stores it. */
-  mostOf(key: number, first: number, length: number): Lit | null {
+  mostOf(key: number, first: number, length: number, isChosen: (query: number) => boolean): Lit | null {
     let [most, query] = [0, 0];
     for (const [chunk, start, from, to] of this.parts(first, length)) {
       for (const row of this.rows) {
         chunk.find(row, key, from, to, (at, share) => {
           const isFirst = share === most && start + at < query;
-          if (share > most || isFirst) [most, query] = [share, start + at];
+          if ((share > most || isFirst) && isChosen(start + at - first)) [most, query] = [share, start + at];
         });
       }
     }

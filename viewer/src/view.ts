@@ -14,6 +14,8 @@ export interface Entry {
   first: number;
   last: number;
   weight: number;
+  /** Of B − A: how far it may be from the true one. */
+  error?: number;
 }
 
 /** The least weight that is marked: what is smaller has no tint, ring or line. */
@@ -51,6 +53,8 @@ export interface Loaded {
   received: Received;
   profiles: Float32Array;
   thumbnails: Thumbnails;
+  /** Those of the second scan, if there is one. */
+  others: Thumbnails | null;
   distances: Distances;
 }
 

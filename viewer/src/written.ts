@@ -4,9 +4,13 @@ import { visible } from "./format";
 
 const CONTINUES = "##"; // how WordPiece marks a token that continues a word
 const BEGINS = /^[\s\u0120\u2581]/; // how tokens hold the blank before a word
+const NO_TEXT = /[^\P{C}\n\t\u200c\u200d]/u;
+const FIRST_BLANK = /^[ \u0120\u2581](?=.)/s;
+const BLANK_NAMES = /[\u0120\u2581]/g;
 const NEVER_FIRST = /^(?:\p{M}|\u200d|[\u{1f3fb}-\u{1f3ff}\u{e0020}-\u{e007f}])/u;
 const INVISIBLE = /^[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029]+$/u;
 const BLANKS = /^[ \t]+$/;
+const MOST_OF_NAME = 64; // characters
 const LAST_PLAIN = 0x2ff; // below, no character belongs to the one before it
 
 /** What ends a line. */
@@ -56,6 +60,17 @@ export class Written {
       reached = Math.max(reached, ends[token] ?? 0);
     }
     return new Written(text, starts, ends, nameOf);
+  }
+
+  /** Return the text of tokens whose names hold its blanks; a special token has no characters. */
+  static fromNames(names: string[], isSpecial: (token: number) => boolean, nameOf: (token: number) => string): Written {
+    // The blank before a word is none of its characters, unless it is all that there is.
+    const spans = names.flatMap((name, token) => {
+      const blank = FIRST_BLANK.test(name) ? 1 : 0;
+      return isSpecial(token) ? [0, 0] : [blank, name.length - blank];
+    });
+    const text = names.filter((_, token) => !isSpecial(token)).join("").replace(BLANK_NAMES, " ").replaceAll("\u010a", "\n");
+    return Written.fromSpans(text, spans, nameOf);
   }
 
   /** Return a text made of the words of tokens whose characters are unknown, with blanks if they are apart. */
@@ -171,6 +186,9 @@ export class Written {
     this.marks.sort((a, b) => a.at - b.at || (a.token ?? Infinity) - (b.token ?? Infinity));
   }
 }
+
+/** True if names can stand for the characters of their tokens: none is long, and none would not be seen. */
+export const areText = (names: string[]): boolean => !names.some((name) => name.length > MOST_OF_NAME || NO_TEXT.test(name));
 
 /** True if no word of a vocabulary holds the blank before it, as WordPiece's do not. */
 export const areApart = (vocabulary: string[]): boolean => !vocabulary.some((word) => BEGINS.test(word));

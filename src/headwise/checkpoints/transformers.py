@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -144,6 +144,27 @@ class StoredTokenizer:
 
     def token_text(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))
+
+    def write(self, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]] | None:
+        """Return the text of token ids with its `spans`; None if it reads as other tokens."""
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        spans = self.spans(text, None) if self.ids(text) == [*ids] else None
+        return None if spans is None else (text, spans)
+
+
+def find_tokenizer(model: object) -> StoredTokenizer | None:
+    """Return the tokenizer of a model that transformers loaded from this machine, if it has one."""
+    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    if not name:
+        return None
+    transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
+    with silence_transformers(transformers):
+        try:
+            return StoredTokenizer(
+                transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
+            )
+        except (OSError, ValueError):  # there is none here
+            return None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -475,7 +475,7 @@ def _plan(options: ScanOptions, console: output.Console) -> PlannedScan:
                 for pattern in (("*.{}.*", "*.{}", "*.{} (*") if name.isdecimal() else ("{}",))
             ),
             top_keys=options.top_keys,
-            map_cells=options.map_cells or (parts.MAP_CELLS if options.out else None),
+            map_cells=options.map_cells or (parts.MAP_CELLS if len(texts) > 1 else None),
             processes=processes,
             checks_memory=not options.skip_memory_check,
         )

@@ -321,12 +321,23 @@ def _format_roles(roles: str) -> str:
 
 def _format_parameter(value: Any) -> str:
     if isinstance(value, list | tuple):
-        first, last = (value[0], value[-1]) if value else (0.0, 0.0)
-        is_range = isinstance(first, int) and [*value] == [*range(first, first + len(value))]
-        if is_range and len(value) > 2:
-            return f"{first} to {last}"
+        if len(value) > 2 and all(isinstance(each, int) for each in value):
+            return _format_runs(value)
         return " ".join(map(_format_parameter, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _format_runs(numbers: Sequence[int]) -> str:
+    """Return numbers with their runs in short: ``288 to 319 and 352 to 383``, ``2 0 1``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    if len(runs) > 1 and any(len(run) < 3 for run in runs):
+        return " ".join(map(str, numbers))
+    return list_some([f"{run[0]} to {run[-1]}" for run in runs], MOST_NUMBERS)
 
 
 def _convert_to_json(value: Any) -> Any:

@@ -10,9 +10,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from markupsafe import escape
 from torch import nn
 
+from headwise.checkpoints.transformers import StoredTokenizer, find_tokenizer
 from headwise.errors import OptionError
 from headwise.layouts._layout import Layout
 from headwise.masks.mask import Mask
@@ -21,7 +23,9 @@ from headwise.reports import images, report
 from headwise.reports.page import read_viewer_asset, viewer_data
 from headwise.scanning._scan import ExactRows
 from headwise.scanning.diff import ScanDiff
+from headwise.scanning.layer import ScannedText
 from headwise.scanning.result import HeadScan
+from headwise.scanning.written import WrittenText
 from headwise.support.lazy import require_package
 from headwise.support.text import describe_value
 
@@ -143,6 +147,10 @@ def view_scan(
             needed="both, so that the kernel can compute rows; or neither",
             do="scan.view(model=model, inputs=ids)",
         )
+    tokenizer = find_tokenizer(model) if name_of is None else None
+    if tokenizer is not None:
+        name_of = tokenizer.token_text
+        scan = replace(scan, texts=tuple(_as_written(text, tokenizer) for text in scan.texts))
     shown_report = replace(report.ScanReport.of(scan, title=title, name_of=name_of), second=other)
     meta, blobs = viewer_data(shown_report)
     rows = None if model is None else ExactRows(model, inputs)
@@ -157,6 +165,15 @@ def view_scan(
 
         widget.on_msg(answer)
     return widget
+
+
+def _as_written(text: ScannedText, tokenizer: StoredTokenizer) -> ScannedText:
+    """Return a text with its characters where the scan did not get them, by the tokenizer."""
+    sequences = []
+    for ids, written in text.split():
+        made = None if written is not None else tokenizer.write(ids.tolist())
+        sequences.append(written if made is None else WrittenText(made[0], torch.tensor(made[1])))
+    return text._replace(written=tuple(sequences))
 
 
 def answer_row_request(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:

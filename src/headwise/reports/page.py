@@ -18,7 +18,7 @@ import torch
 from markupsafe import Markup, escape
 
 from headwise.errors import OptionError
-from headwise.reports import blobs, images
+from headwise.reports import blobs, changed, images
 from headwise.reports import report as view
 from headwise.reports.templates import secure_page, template_environment
 from headwise.scanning.diff import APART, HeadChange, ScanDiff
@@ -112,7 +112,7 @@ def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, byte
     top_keys = []
     for scan in scans:
         heads = [standout.head for standout in view.standout_heads(scan)]
-        heads += [x.before if scan is report.scan else x.after for x in report.changes]
+        heads += [x.before if scan is report.scan else x.after for x in _changed_heads(report)]
         chosen = {(head.layer_index, head.head) for head in heads}
         counted = blobs.count_top_keys(scan, None if report.top_keys == "all" else chosen)
         top_keys.append(counted)
@@ -148,7 +148,7 @@ def report_meta(
     second, diff = report.second, report.diff
     scans = [report.scan] if second is None else [report.scan, second]
     each = zip(scans, report.names, maps, top_keys, strict=False)
-    rule = view.RULE if diff is None else view.CHANGE_RULE
+    rule = view.RULE if diff is None else changed.RULE
     link = find_strongest_link(report.scan, report.name_of) if second is None else None
     return {
         "version": VERSION,
@@ -166,7 +166,8 @@ def report_meta(
         "scans": [_scan_meta(report, *its) for its in each],
         "opening": link and dict(zip(("layer", "head", "token"), link, strict=True)),
         "matched": list(map(list, diff.assignment)) if diff is not None and report.match else None,
-        "changes": [] if diff is None else [_change_meta(diff, each) for each in report.changes],
+        "changes": [_change_meta(each) for each in _changed_heads(report)],
+        "headline": "" if diff is None else changed.describe_total_change(diff),
     }
 
 
@@ -279,14 +280,18 @@ def _round_number(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _change_meta(diff: ScanDiff, change: HeadChange) -> dict[str, Any]:
-    scale = view.joint_scale(diff, change.statistic)
+def _changed_heads(report: view.ScanReport) -> list[HeadChange]:
+    if report.diff is None:
+        return []
+    return changed.changed_heads(report.diff, n=changed.MOST_HEADS, names=report.names)
+
+
+def _change_meta(change: HeadChange) -> dict[str, Any]:
     return {
         "layer": change.before.layer_index,
         "head": change.before.head,
         "statistic": change.statistic,
         "sentence": change.sentence,
-        "places": [_round_number(scale.position(x.value)) for x in (change.before, change.after)],
     }
 
 

@@ -59,7 +59,7 @@ RULE = (
 MOST_SIMILAR = 5  # heads that are listed as most similar to another
 CHANGE_RULE = (
     "The largest changes come first, each as a part of the scale of its statistic: of 100 per cent "
-    "for a share, else of the range of both scans."
+    "for a share, else of the range of both scans. Values that one scan lacks come last."
 )
 NO_CHANGE = "Nothing has changed: every number of every head reads the same."
 TOTAL = "total change"
@@ -497,14 +497,14 @@ def _make_standout_head(
     value, middle = statistic.format_long(head.value), statistic.format_long(statistic.middle)
     if statistic.name == WIDTH:
         value, middle = (
-            f"about {_format_token_count(count)} tokens" for count in (head.value, statistic.middle)
+            f"about {format_token_count(count)} tokens" for count in (head.value, statistic.middle)
         )
         if scan.sequences == 1:
-            value = f"about {_format_token_count(head.value)} of {scan.tokens:,} tokens"
+            value = f"about {format_token_count(head.value)} of {scan.tokens:,} tokens"
     return StandoutHead(head, phrase.format(value), middle, statistic.name)
 
 
-def _format_token_count(count: float) -> str:
+def format_token_count(count: float) -> str:
     return f"{count:.1f}" if count < 9.95 else f"{count:,.0f}"
 
 
@@ -533,22 +533,27 @@ def first_head(scan: HeadScan, layer: int | None = None) -> tuple[int, int] | No
 
 def largest_changes(diff: ScanDiff, *, n: int, names: tuple[str, str]) -> list[HeadChange]:
     """Return the largest changes as `ScanDiff.changes` does."""
-    sizes = _change_sizes(diff)
+    sizes = change_sizes(diff)
     ranked = [
-        (-float(size[layer, head]), order, layer, head)
-        for order, size in enumerate(sizes.values())
-        for layer, head in size.nan_to_num().nonzero().tolist()
+        (is_missing(diff, name, head), -float(size[head]), order, head)
+        for order, (name, size) in enumerate(sizes.items())
+        for head in map(tuple, size.nan_to_num().nonzero().tolist())
     ]
     ordered, changes = list(sizes), list[HeadChange]()
-    for size, order, layer, head in sorted(ranked):
+    for _, size, order, head in sorted(ranked):
         if len(changes) >= n:
             break
-        change = _make_change(diff, ordered[order], (layer, head), -size, names)
+        change = make_change(diff, ordered[order], head, -size, names)
         changes += [] if change is None else [change]
     return changes
 
 
-def _change_sizes(diff: ScanDiff) -> dict[str, Tensor]:
+def is_missing(diff: ScanDiff, name: str, head: tuple[int, ...]) -> bool:
+    """True if one scan has no value of a statistic of a head; such a change comes last."""
+    return bool(diff.before[name][head].isnan() or diff.partner_values(name)[head].isnan())
+
+
+def change_sizes(diff: ScanDiff) -> dict[str, Tensor]:
     """Return the size of each change (layers, heads), by statistic; NaN where there is none."""
     sizes: dict[str, Tensor] = {}
     known: list[Tensor] = []
@@ -581,7 +586,7 @@ def _drawn(scan: ScanReadings, name: str) -> DrawnStatistic:
     return drawn_statistic(scan, name)
 
 
-def _make_change(
+def make_change(
     diff: ScanDiff, name: str, head: tuple[int, int], size: float, names: tuple[str, str]
 ) -> HeadChange | None:
     """Return a change with its sentence; None if both values read the same."""
@@ -630,7 +635,7 @@ def total_change(diff: ScanDiff) -> DrawnStatistic:
 
 def most_changed_statistic(diff: ScanDiff) -> str | None:
     """Return the scalar with the largest change beside the span of its scale; None without any."""
-    most = {name: float(size.nan_to_num().max()) for name, size in _change_sizes(diff).items()}
+    most = {name: float(size.nan_to_num().max()) for name, size in change_sizes(diff).items()}
     return max(most, key=most.__getitem__) if any(most.values()) else None
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from headwise.reports.images import css_colour, viridis_colour, weight_position
 from headwise.reports.pictures import LINE, SERIES, SOFT, draw_svg
 from headwise.reports.report import library_versions
 from headwise.reports.templates import secure_page, template_environment
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headwise.surgery._regroup import Regrouping
 
 HEIGHT = 3.2  # inches
+AXIS, DOT = 360, 8  # of the drawing of a layer: its width, and the radius of a head
 REPAIRED = {
     "zero": "others at zero",
     "mean": "others at their mean output",
@@ -45,19 +46,9 @@ def render_cut(
     """
     is_pruning = isinstance(result, Pruning)
     table = result.plan.table() if is_pruning else []
-    most = max((abs(x) for row in table for x in row["effects"]), default=0.0) or 1.0
-    rows = {
-        row["layer"].rstrip("."): [
-            {
-                "number": head,
-                "effect": effect,
-                "is_gone": head in row["gone"],
-                "colour": css_colour(viridis_colour(weight_position(effect / most))),
-            }
-            for head, effect in enumerate(row["effects"])
-        ]
-        for row in table
-    }
+    effects = [x for row in table for x in row["effects"]]
+    ends = min([0.0, *effects]), max([0.0, *effects]) or 1.0
+    rows = {row["layer"].rstrip("."): _place_heads(row, *ends) for row in table}
     versions = library_versions()
     page = (
         template_environment()
@@ -75,9 +66,31 @@ def render_cut(
             version=versions["headwise"],
             torch=versions["torch"],
             rows=rows.items(),
+            ends=[(_place(x, *ends), x) for x in sorted({0.0, *ends})],
+            axis=AXIS,
+            dot=DOT,
         )
     )
     return secure_page(page)
+
+
+def _place(effect: float, least: float, most: float) -> float:
+    """Return where an effect stands on the axis: by the square root, since most are small."""
+    low, high, at = (math.copysign(math.sqrt(abs(x)), x) for x in (least, most, effect))
+    return DOT + (AXIS - 2 * DOT) * (at - low) / (high - low)
+
+
+def _place_heads(row: dict[str, Any], least: float, most: float) -> list[dict[str, Any]]:
+    """Return the dots of a layer: each in the lowest lane in which it touches no other."""
+    ends: list[float] = []  # of the last dot of each lane
+    dots = []
+    for effect, head in sorted((effect, head) for head, effect in enumerate(row["effects"])):
+        x = _place(effect, least, most)
+        lane = next((n for n, end in enumerate(ends) if x - end >= 2 * DOT), len(ends))
+        ends[lane:] = [x, *ends[lane + 1 :]]
+        gone = head in row["gone"]
+        dots.append({"number": head, "effect": effect, "is_gone": gone, "x": x, "lane": lane})
+    return dots
 
 
 def draw_curve(result: Pruning | Regrouping) -> Markup:
@@ -112,7 +125,8 @@ def draw_curve(result: Pruning | Regrouping) -> Markup:
         axes.axvline(chosen, color=SOFT, linewidth=1, linestyle=(0, (3, 3)))
         ring: dict[str, Any] = {"marker": "o", "markersize": 8, "fillstyle": "none"}
         words = f"{chosen} {unit}: {after:.4f}{note}"
-        axes.plot([chosen], [after], linestyle="", color=SOFT, label=words, **ring)
+        axes.plot([chosen], [after], linestyle="", color=SOFT, label=words, clip_on=False, **ring)
+        axes.margins(x=0.04, y=0.1)
         axes.set(xlabel=axis, ylabel="quality")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", color=LINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,15 @@ Direction = Literal["keys", "queries"]
 Bound = Literal["exact", "at least", "at most"]
 LEAST = 0.05  # weight of a link that a page opens with
 SIGHT = 400  # characters between two words that a page can show together, in about ten lines
+# Words that say little of what a head looks for; pronouns are none of them.
+_LITTLE = (
+    "a an the of to in on at by for from with into as and or but nor so if that this than then is "
+    "are was were be been am do does did has have had will would can could shall should may might "
+    "must not no"
+)
+FUNCTION_WORDS = frozenset(_LITTLE.split())
+BLANKS = " \u0120\u2581"  # before a word, as vocabularies write it
+MARKS = f"{BLANKS}.,;:!?"
 SPECIAL = re.compile(r"\[.*\]$|<.*>$")  # names of tokens such as [SEP] and <s>
 MAP, TOP_KEYS = Map.definition.name, TopKeysOfEveryQuery.definition.name
 
@@ -129,9 +139,10 @@ def find_strongest_link(
 ) -> tuple[int, int, int] | None:
     """Return (layer, head, query) of the strongest link of two words of the first sequence.
 
-    A link is trivial, and left out, from or to a token that is no word, such as a special one, to
-    the first token, to the own one and to those beside it. Links in `SIGHT` come first, since a
-    page can show both of their words. None where no link is left, or where two are the strongest.
+    A link is trivial, and left out, from or to a token that is no whole word of its own, such as a
+    special one, a piece of a word, a letter or one of `FUNCTION_WORDS`; to the first token, to the
+    own one and to those beside it. Links in `SIGHT` come first, since a page can show both of their
+    words. None where no link is left, or where two are the strongest.
     """
     words = [_Words.of(text, name_of) for text in scan.texts]
     longest = max((len(text.places) for text in words), default=0)
@@ -163,12 +174,38 @@ class _Words(NamedTuple):
     def of(cls, text: ScannedText, name_of: Callable[[int], str] | None) -> _Words:
         """Return the tokens of a text, by their characters or their names."""
         words = [text.word(0, token, name_of) for token in range(sum(text.lengths[:1]))]
+        are_whole = _find_whole_words(text, words)
         are_words = [
-            place > 0 and not SPECIAL.match(word.strip()) and any(map(str.isalnum, word))
-            for place, word in enumerate(words)
+            place > 0 and whole and not SPECIAL.match(word.strip()) and _is_content(word.strip())
+            for place, (word, whole) in enumerate(zip(words, are_whole, strict=True))
         ]
         lengths = torch.tensor([len(word) for word in words], dtype=torch.int64)
         return cls(torch.tensor(are_words, dtype=torch.bool), lengths.cumsum(0) - lengths)
+
+
+def _is_content(word: str) -> bool:
+    """True of a word of two letters or more, or of one that stands for a word, as in Chinese."""
+    letters = [x for x in word if x.isalnum()]
+    is_long = len(letters) > 1 or any(unicodedata.category(x) == "Lo" for x in letters)
+    return is_long and word.lower().strip(MARKS) not in FUNCTION_WORDS
+
+
+def _find_whole_words(text: ScannedText, words: list[str]) -> list[bool]:
+    """Return for each token whether letters neither precede nor follow it in the written text.
+
+    Without that text, a token is a piece if its name or that of the next one goes on with a word:
+    ``##`` in WordPiece, no blank before it where other names have one.
+    """
+    written = text.written[0] if text.written else None
+    if written is not None:
+        letters = [x.isalnum() for x in written.text]
+        ends = [False, *letters, False]
+        return [not (ends[first] or ends[end + 1]) for first, end in written.spans.tolist()]
+    has_blanks = any(word[:1] in BLANKS for word in words if word)
+    goes_on = [
+        word.startswith("##") or (has_blanks and word[:1].isalnum()) for word in [*words, ""]
+    ]
+    return [not (goes_on[at] or goes_on[at + 1]) for at in range(len(words))]
 
 
 def _is_worth(

@@ -306,9 +306,9 @@ def open_corpus(
     if device is not None:
         model.model.to(device)
     selected, _ = selection.select_statistics(statistics)
-    chosen = tuple(_limit_map(statistic) for statistic in selected)
     read = _read_files(model, texts, length)
     pairs = [_name_and_inputs(text) for text in read]
+    chosen = tuple(_limit_map(each) if len(pairs) > 1 else each for each in selected)
     made_with = {
         "weights": file.hash_nested_content(model.model.state_dict()),
         "statistics": ", ".join(map(_describe_statistic, chosen)),

@@ -217,7 +217,8 @@ class HeadScan(Displayed, ScanReadings):
             inputs: its inputs, as `headwise.scan` got them.
             other: the scan after this one, of the same layers and heads, to compare with.
             title: the name of the model; its class if None.
-            name_of: returns the text of a token id; without it, tokens are numbers.
+            name_of: returns the text of a token id. Without it, the tokenizer of a model that
+                transformers loaded writes the text; without that, tokens are numbers.
             height: of the widget, in pixels.
 
         Raises:

@@ -233,7 +233,7 @@ class Labels {
   }
 }
 
-function cut(word: string): string {
+export function cut(word: string): string {
   const letters = Array.from(word);
   return letters.length > LETTERS ? `${letters.slice(0, LETTERS - 1).join("")}…` : word;
 }

@@ -21,11 +21,11 @@ export function sizeOf({ statistic, a, b }: Sides): number | null {
   return span > 0 ? Math.abs(a - b) / span : 0;
 }
 
-/** Return a table of the statistics that a side has; those that one scan lacks come last. */
-export function changeTable(sides: Sides[], names: [a: string, b: string], isMissing: (name: string) => boolean): HTMLElement {
-  const sized = sides.map((each) => ({ each, size: isMissing(each.statistic.name) ? -1 : sizeOf(each) }));
+/** Return a table of the statistics that a side has; values that one side lacks come last, then statistics that one scan lacks. */
+export function changeTable(sides: Sides[], isMissing: (name: string) => boolean): HTMLElement {
+  const sized = sides.map((each) => ({ each, size: isMissing(each.statistic.name) ? -2 : each.a !== null && each.b !== null ? sizeOf(each) : sizeOf(each) && -1 }));
   const rows = sized.filter(({ size }) => size !== null).sort((x, y) => (y.size ?? 0) - (x.size ?? 0));
-  const head = ["statistic", ...names, "change"].map((name) => element("th", { scope: "col" }, name));
+  const head = ["statistic", "A", "B", "change"].map((name) => element("th", { scope: "col" }, name));
   const body = rows.map(({ each: { statistic, a, b } }) => {
     const change = a === null || b === null ? "" : signed(statistic, b - a);
     const cells = [bare(statistic, a), bare(statistic, b), change].map((words) => element("td", {}, words));

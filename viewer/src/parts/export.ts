@@ -2,18 +2,20 @@
 
 import type { App } from "../app";
 import { button, element } from "../dom";
-import { gridFigure } from "../figures/grid";
+import { gridFigure, wordFigure } from "../figures/grid";
 import { mapFigure } from "../figures/map";
 import { toPng, toSvg } from "../figures/sheet";
 import { tokenFigure } from "../figures/token";
 import { allHeads, nameOf } from "../heads";
 import { gridLines, mapLines, tokenLines } from "../python";
+import { endsOf } from "../maps";
 import type { Seen } from "../view";
 import type { Grid } from "./grid";
 
 type Format = "svg" | "png" | "csv";
 
 const FORMATS: readonly Format[] = ["svg", "png", "csv"];
+const STORED = "Numbers: each weight with the least and the most that it may be.";
 const SAVED = "scan.save(path) writes the file that Python loads; headwise scan writes it with --out DIR, as DIR/scan.safetensors.";
 
 /** Something that the page shows; without a figure there is nothing of it. */
@@ -32,13 +34,17 @@ export class Export {
 
   constructor(
     private readonly app: App,
-    grid: Grid,
+    private readonly grid: Grid,
   ) {
     this.subjects = [
       { name: "map", title: "The map", figure: () => mapFigure(app), numbers: () => this.mapNumbers(), python: () => mapLines(app) },
       {
         name: "heads", title: "All heads", figure: () => gridFigure(app, grid), numbers: () => this.headNumbers(),
         python: () => gridLines(app, grid.comparison),
+      },
+      {
+        name: "word", title: "This word, all heads", figure: () => wordFigure(app, grid.links), numbers: () => this.wordNumbers(),
+        python: () => null,
       },
       { name: "token", title: "The token", figure: () => tokenFigure(app), numbers: () => this.tokenNumbers(), python: () => tokenLines(app) },
     ];
@@ -48,7 +54,9 @@ export class Export {
   private open(): void {
     const rows = this.subjects.flatMap((subject) => (subject.figure() ? [this.row(subject)] : []));
     const close = button("close", {}, () => this.dialog.close());
-    this.dialog.replaceChildren(element("h2", {}, "Export"), ...rows, element("p", { class: "soft small" }, SAVED), close);
+    const link = button("copy link", { "data-part": "copy-link" }, () => void navigator.clipboard?.writeText(this.app.link).then(() => (link.textContent = "copied")));
+    this.dialog.replaceChildren(element("h2", {}, "Export"), ...rows,
+      element("p", { class: "soft small" }, STORED), element("p", { class: "soft small" }, SAVED), element("div", { class: "line" }, close, link));
     this.dialog.showModal();
   }
 
@@ -84,10 +92,10 @@ export class Export {
     const rows = Array.from({ length: map.rows * map.cols }, (_, at) => [
       ...down.tokens(Math.floor(at / map.cols)),
       ...across.tokens(at % map.cols),
-      map.values[at] ?? 0,
+      ...withEnds(map.values[at] ?? 0, map.errors?.[at]),
     ]);
     const last = app.state.mode === "diff" ? "B - A" : "weight";
-    return table(["first query", "last query", "first key", "last key", last], rows);
+    return table(["first query", "last query", "first key", "last key", last, ...ENDS], rows);
   }
 
   private headNumbers(): string {
@@ -98,19 +106,41 @@ export class Export {
     return table(["layer", "head", ...columns.map(({ name }) => name)], rows);
   }
 
+  private wordNumbers(): string {
+    const { links } = this.grid;
+    const isChange = this.app.linkMode === "diff";
+    const rows = (links.answers?.links ?? []).map((link) => {
+      const { word, sentence } = links.facts(link.layer, link, false);
+      return [link.layer, link.head, word, Number(link.weight.toPrecision(4)), link.bound, sentence];
+    });
+    return table(["layer", "head", "word", isChange ? "B - A" : "weight", "bound", "sentence"], rows);
+  }
+
   private tokenNumbers(): string {
     const { app } = this;
     const isPair = app.state.mode === "both";
     const views: Seen[] = isPair ? [app, app.beside] : [app];
     const rows = views.flatMap(({ light: { lights }, loaded }, n) => {
       const text = lights.what === "keys" ? loaded?.keys : loaded?.queries;
-      return lights.entries.map(({ first, last, weight }) => [
+      return lights.entries.map(({ first, last, weight, error }) => [
         ...(isPair ? ["AB"[n] ?? ""] : []),
-        first, last, first === last ? (text?.word(app.state.sequence, first) ?? "") : "", weight,
+        first, last, first === last ? (text?.word(app.state.sequence, first) ?? "") : "",
+        ...withEnds(weight, lights.exact === "row" ? 0 : error),
       ]);
     });
-    return table([...(isPair ? ["head"] : []), "first", "last", "token", "weight"], rows);
+    return table([...(isPair ? ["head"] : []), "first", "last", "token", app.state.mode === "diff" ? "B - A" : "weight", ...ENDS], rows);
   }
+}
+
+const ENDS = ["at least", "at most"];
+const ROUNDING = 5e-5; // of five digits
+
+/** Return a value in the digits that it has, with the ends of what is known of it: a stored weight stands for half a step around. */
+function withEnds(value: number, error: number | undefined): number[] {
+  const [low, high] = error === undefined ? endsOf(value) : [value - error, value + error];
+  // The ends are rounded outwards.
+  const outward = (end: number, sign: number): number => Number((end + sign * ROUNDING * Math.abs(end)).toPrecision(5));
+  return [Number(value.toPrecision(4)), outward(low, -1), outward(high, 1)];
 }
 
 function table(columns: string[], rows: (string | number)[][]): string {

@@ -15,6 +15,7 @@ import type { Loaded, Part } from "../view";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PLACE_COLOUR = "#7b8590";
+const ENDS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1]; // of the axis of weights by offset
 const PROFILE = { width: 264, height: 84, left: 4, bottom: 14 };
 
 export class Facts implements Part {
@@ -24,8 +25,8 @@ export class Facts implements Part {
   /** Of two heads, the first: what comes below is of it alone. */
   private readonly alone = element("h2");
   private readonly place = element("canvas", { class: "place", role: "img" });
+  private readonly placeName = element("p", { class: "soft small place-name" });
   private readonly profile = element("div", { class: "profile", "data-part": "profile" });
-  private readonly zoomY = element("input", { type: "checkbox" });
   private readonly received = element("p", { class: "small", "data-part": "received" });
   private readonly similar = element("div", { class: "similar", "data-part": "similar", role: "group", "aria-label": "most similar heads" });
   private readonly compared = element("p", { class: "soft small", "data-part": "compared" });
@@ -35,15 +36,13 @@ export class Facts implements Part {
   private drawn = "";
 
   constructor(private readonly app: App) {
-    this.zoomY.addEventListener("change", () => this.draw(app.loaded));
     this.ofLayer = new LayerFacts(app);
     this.root.append(this.ofHead, this.ofLayer.root);
-    const zoom = element("label", { class: "small" }, this.zoomY, " zoom y");
-    const offsets = element("div", { class: "line" }, element("h3", {}, "Weight by offset"), zoom);
+    const offsets = element("h3", {}, "Weight by offset");
     // Where there is width, three columns.
     this.ofHead.append(
       element("div", {}, this.title, this.list),
-      element("div", {}, this.alone, this.place, offsets, this.profile, this.received),
+      element("div", {}, this.alone, this.placeName, this.place, offsets, this.profile, this.received),
       element("div", {}, element("h3", {}, "Most similar heads"), this.compared, this.similar, this.definition),
     );
     rovingFocus(this.similar, () => 1);
@@ -98,8 +97,7 @@ export class Facts implements Part {
       a: valueOf(app.scan, statistic.name, app.state.layer, app.state.head),
       b: valueOf(scan, statistic.name, other.layer, other.head),
     }));
-    const names: [string, string] = [app.shortName(app.chosen), app.shortName(other)];
-    this.list.replaceChildren(changeTable(sides, names, (name) => !statisticOf(scan, name)));
+    this.list.replaceChildren(changeTable(sides, (name) => !statisticOf(scan, name)));
   }
 
   private drawValues(): void {
@@ -124,7 +122,7 @@ export class Facts implements Part {
   /** Draw a line for each head at its value, and the chosen head's line over all. */
   private drawPlace(statistic: Statistic | null): void {
     const value = statistic && valueOf(this.app.scan, statistic.name, this.app.state.layer, this.app.state.head);
-    this.place.hidden = !statistic || value === null;
+    this.place.hidden = this.placeName.hidden = !statistic || value === null;
     if (!statistic || value === null) return;
     const width = this.root.clientWidth || 280;
     const context = fitCanvas(this.place, width, 26);
@@ -143,6 +141,7 @@ export class Facts implements Part {
     context.strokeRect(x(value) - 2.5, 2.5, 5, 23);
     const [rank, of] = rankOf(allHeads(this.app.scan, statistic), value);
     this.place.setAttribute("aria-label", `${statistic.label} of all ${of} heads; this one is ${ordinal(rank)}`);
+    this.placeName.textContent = `${statistic.label} of all ${count(of)} heads`;
   }
 
   // ---- offsets ----------------------------------------------------------------------------------
@@ -167,7 +166,8 @@ export class Facts implements Part {
     }
     const weights = [...values.subarray(0, 2 * reach + 1)];
     const most = Math.max(...weights.filter((value) => !Number.isNaN(value)), 0);
-    const top = this.zoomY.checked ? Math.max(most, 1e-6) : 1;
+    // The least of these that holds the most, so that a bar can be read.
+    const top = ENDS.find((end) => most <= end) ?? 1;
     const y = scaleLinear([0, top], [PROFILE.height - PROFILE.bottom, 2]);
     const step = (PROFILE.width - 2 * PROFILE.left) / weights.length;
     const svg = document.createElementNS(SVG, "svg");
@@ -186,7 +186,7 @@ export class Facts implements Part {
       [PROFILE.left, "start", signed(-reach)], [PROFILE.width / 2, "middle", "own position"], [PROFILE.width - PROFILE.left, "end", signed(reach)],
     ];
     for (const [x, anchor, words] of texts) svg.append(svgText(x, PROFILE.height - 2, anchor, words));
-    svg.append(svgText(PROFILE.left, 10, "start", percent(top)));
+    svg.append(svgText(PROFILE.left, 10, "start", `${100 * top} %`));
     const outside = Math.max(0, 1 - (values[2 * reach + 1] ?? 0));
     const where = `Most: ${percent(most)} at ${signed(best)}. Outside these offsets: ${percent(outside)}.`;
     const far = `Most of the weight, ${percent(outside)}, is farther away. Here the most is ${percent(most)}, at ${signed(best)}.`;

@@ -6,13 +6,15 @@ import { type RGB, css, diverging, ink, viridis } from "../colours";
 import { button, eachFrame, element, hasTabs, isDark, rovingFocus, select, setOptions } from "../dom";
 import { isShare, long, short } from "../format";
 import { type HeadValue, allHeads, compared, filterOf, nameOf, ranked, scalePosition, spreadOf } from "../heads";
-import { THUMB, type Thumbnails } from "../maps";
+import { THUMB, WEIGHTS } from "../maps";
 import { type Order, isList, showsLinks } from "../state";
 import { LinkCells } from "./link_cells";
+import { colourOf } from "./map_image";
 import { spreadEnds, spreadStrip, spreadWords } from "./spread";
 import type { Loaded, Part } from "../view";
 
 const EDGE = 26; // pixels of the numbers at the edges, which stay in place
+const ROWS = "A row is a layer, a column a head.";
 const MARGIN = 66; // pixels of the strips at the right edge
 
 const ORDERS: [Order, string][] = [
@@ -30,6 +32,8 @@ export class Grid implements Part {
   private readonly filter = element("input", {
     type: "text", "aria-label": "filter", placeholder: "filter: 3, *.7, > 50", autocomplete: "off", spellcheck: "false",
   });
+  private readonly plain = element("input", { type: "checkbox" });
+  private readonly plainLabel = element("label", { class: "small" }, this.plain, " without special tokens");
   private readonly unit = element("p", { class: "unit soft small" });
   private readonly asked = element("span", { role: "status" });
   private readonly hint = element("p", { class: "hint small" });
@@ -40,16 +44,17 @@ export class Grid implements Part {
   private drawn = "";
   private revealed = "";
   private columns = 1;
-  private readonly links: LinkCells;
+  readonly links: LinkCells;
   most = 1; // the largest difference, which ends the scale
 
   constructor(private readonly app: App) {
+    this.plain.addEventListener("change", () => app.set({ isPlain: this.plain.checked }, "replace"));
     this.statistics = select("statistic", [], (value) => app.set({ statistic: value }));
     this.orders = select("order", ORDERS, (value) => app.set({ order: value as Order }));
     this.filter.addEventListener("input", () => app.set({ filter: this.filter.value }, "replace"));
     this.hint.append(this.asked, button("cancel", {}, () => app.choosing(false)));
     this.root.append(
-      element("div", { class: "line" }, this.statistics, this.orders, this.filter),
+      element("div", { class: "line" }, this.statistics, this.orders, this.plainLabel, this.filter),
       this.hint,
       this.unit,
       this.cells,
@@ -102,7 +107,9 @@ export class Grid implements Part {
     const { isChoosing, state } = this.app;
     const isLayer = state.subject === "layer";
     const own = isLayer ? `layer ${state.layer}` : nameOf(state);
+    // In the place of what the cells show, so that nothing moves.
     this.hint.hidden = !isChoosing;
+    this.unit.hidden = isChoosing;
     this.asked.textContent = isChoosing ? `Choose a ${isLayer ? "layer" : "head"} to compare with ${own}.` : "";
     this.cells.toggleAttribute("data-follow", !isChoosing);
     this.cells.classList.toggle("choosing", isChoosing);
@@ -116,14 +123,18 @@ export class Grid implements Part {
 
   update(loaded: Loaded | null): void {
     const { state, statistic, scan } = this.app;
-    const key = [state.report, state.statistic, state.order, state.filter, this.comparison, isDark(this.root)].join("\0");
+    const key = [state.report, state.statistic, state.order, state.filter, this.comparison, this.app.linkMode, isDark(this.root)].join("\0");
+    this.statistics.hidden = showsLinks(state);
+    this.plainLabel.hidden = !showsLinks(state);
+    this.plain.checked = state.isPlain;
+    this.plain.disabled = state.second !== null;
     if (key !== this.drawn && loaded) {
       this.drawn = key;
       setOptions(this.statistics, statisticOptions(scan.statistics));
       this.statistics.value = state.statistic;
       this.orders.value = state.order;
       if (this.filter.value !== state.filter) this.filter.value = state.filter;
-      this.draw(loaded.thumbnails, statistic);
+      this.draw(loaded, statistic);
     }
     if (showsLinks(state) && loaded) void this.links.fill(this.buttons, filterOf(state.filter, { kind: "share" }));
     const other = state.other;
@@ -182,8 +193,34 @@ export class Grid implements Part {
     return compared([scan, second], statistic.name, mode, (head) => this.app.partner(head));
   }
 
-  private draw(thumbnails: Thumbnails, statistic: Statistic | null): void {
+  /** Return the small map of each head: of A, of its partner in B, or B − A. */
+  private pictures({ thumbnails, others }: Loaded): (head: HeadValue) => HTMLCanvasElement | null {
+    const { linkMode } = this.app;
+    const bytesOf = (head: HeadValue): [Uint8Array | null, Uint8Array | null] => {
+      const other = this.app.partner(head);
+      return [thumbnails.of(head.layer, head.head), other && others ? others.of(other.layer, other.head) : null];
+    };
+    const differenceOf = (head: HeadValue): Float32Array | null => {
+      const [a, b] = bytesOf(head);
+      return a && b && Float32Array.from(a, (step, at) => (WEIGHTS[b[at] ?? 0] ?? 0) - (WEIGHTS[step] ?? 0));
+    };
+    if (linkMode !== "diff") {
+      return (head) => {
+        const bytes = bytesOf(head)[linkMode === "B" ? 1 : 0];
+        return bytes && thumbnail(bytes);
+      };
+    }
+    const most = allHeads(this.app.scan, null).reduce((end, head) => Math.max(end, ...(differenceOf(head) ?? []).map(Math.abs)), 0.01);
+    const dark = isDark(this.root);
+    return (head) => {
+      const values = differenceOf(head);
+      return values && picture([...values].map((value) => colourOf(value, true, most, dark)));
+    };
+  }
+
+  private draw(loaded: Loaded, statistic: Statistic | null): void {
     const { scan, state } = this.app;
+    const pictures = state.order === "maps" ? this.pictures(loaded) : null;
     const heads = this.values(statistic);
     this.most = Math.max(statistic?.least_change ?? 1, ...heads.map(({ value }) => Math.abs(value ?? 0)));
     const test = filterOf(state.filter, statistic);
@@ -192,7 +229,7 @@ export class Grid implements Part {
     this.buttons.clear();
     this.layers = [];
     const cellOf = (head: HeadValue): HTMLButtonElement => {
-      const cell = this.cell(head, statistic, state.order === "maps" ? thumbnails : null);
+      const cell = this.cell(head, statistic, pictures);
       cell.classList.toggle("faint", test !== null && !test(head));
       this.buttons.set(nameOf(head), cell);
       return cell;
@@ -215,21 +252,26 @@ export class Grid implements Part {
       const own = heads.filter((head) => head.layer === index);
       return element("div", { class: "row" }, ...this.margins(index, own, statistic), ...own.map(cellOf));
     });
-    this.cells.replaceChildren(headNumbers(scan, showsLinks(state) ? ["", ""] : this.ends(statistic)), ...rows);
+    this.cells.replaceChildren(headNumbers(scan, this.hasStrips ? this.ends(statistic) : ["", ""]), ...rows);
   }
 
   /** Return the number of a layer, and its strip, which stands at the end of the row. */
   private margins(index: number, heads: HeadValue[], statistic: Statistic | null): HTMLElement[] {
     const record = this.app.scan.layers[index];
     const spread = spreadOf(heads.map(({ value }) => value));
-    const words = statistic ? `: ${spreadWords(statistic, spread)}` : "";
+    const words = statistic && this.hasStrips ? `: ${spreadWords(statistic, spread)}` : "";
     const number = button(record?.kind === "cross" ? `${index}×` : String(index), {
       class: "soft number layer", "aria-label": `layer ${index}${words}`, title: `layer ${index}${words}`, tabindex: -1, disabled: !heads.length,
     }, () => undefined);
     number.dataset["layer"] = String(index);
     this.layers.push(number);
     const place = (value: number): number => this.place(statistic, value);
-    return statistic && !showsLinks(this.app.state) ? [number, spreadStrip(spread, place)] : [number];
+    return statistic && this.hasStrips ? [number, spreadStrip(spread, place)] : [number];
+  }
+
+  /** True if the cells show the statistic, of which the strips are. */
+  private get hasStrips(): boolean {
+    return this.app.state.order === "layers";
   }
 
   /** Return where a value stands on the scale of the colours, from 0 to 1. */
@@ -249,12 +291,17 @@ export class Grid implements Part {
   }
 
   private unitLine(statistic: Statistic | null): string {
+    const names = this.app.meta.scans.map(({ name }) => name);
+    if (this.app.state.order === "maps") {
+      const which = names.length > 1 ? { A: ` of A, ${names[0]}`, B: ` of B, ${names[1]}`, diff: `, ${names[1]} − ${names[0]}` }[this.app.linkMode] : "";
+      return `Small maps${which}: queries down, keys across, in 16 × 16 parts. ${ROWS}`;
+    }
     if (!statistic) return "";
     const isDifference = this.comparison === "diff";
     const [low, high] = this.ends(statistic);
-    const order = this.app.state.order === "value" ? `The ${isDifference ? "largest change" : "most"} first.` : "A row is a layer, a column a head.";
-    const [before, after] = this.app.meta.scans;
-    return `${statistic.heading}${isDifference ? `, ${after?.name} − ${before?.name}` : ""}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
+    const order = this.app.state.order === "value" ? `The ${isDifference ? "largest change" : "most"} first.` : ROWS;
+    const which = isDifference ? `, ${names[1]} − ${names[0]}` : this.comparison ? ` of B, ${names[1]}` : names.length > 1 && !statistic.is_change ? ` of A, ${names[0]}` : "";
+    return `${statistic.heading}${which}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
   }
 
   colour({ value }: HeadValue, statistic: Statistic | null, dark = false): RGB | null {
@@ -262,16 +309,14 @@ export class Grid implements Part {
     return this.comparison === "diff" ? diverging(-value / this.most, dark) : viridis(scalePosition(statistic, value));
   }
 
-  private cell(head: HeadValue, statistic: Statistic | null, thumbnails: Thumbnails | null): HTMLButtonElement {
+  private cell(head: HeadValue, statistic: Statistic | null, pictures: ((head: HeadValue) => HTMLCanvasElement | null) | null): HTMLButtonElement {
     const cell = element("button", { type: "button", class: "cell", "data-id": nameOf(head) });
     if (showsLinks(this.app.state)) return cell;
     const words = statistic ? long(statistic, head.value) : "no value";
-    cell.setAttribute("aria-label", `layer ${head.layer}, head ${head.head}: ${words}`);
+    cell.setAttribute("aria-label", `layer ${head.layer}, head ${head.head}: ${pictures ? "its map" : words}`);
     const colour = this.colour(head, statistic, isDark(this.root));
-    if (thumbnails) {
-      const bytes = thumbnails.of(head.layer, head.head);
-      if (bytes) cell.append(thumbnail(bytes));
-      else cell.textContent = "·";
+    if (pictures) {
+      cell.append(pictures(head) ?? "·");
     } else if (this.app.state.order === "value") {
       const swatch = element("span", { class: "swatch" });
       if (colour) swatch.style.background = css(colour);
@@ -320,12 +365,14 @@ function headNumbers(scan: Scan, ends: [low: string, high: string]): HTMLElement
 }
 
 /** Return a canvas with a pooled map; a byte is a position on the colour scale. */
-export function thumbnail(bytes: Uint8Array): HTMLCanvasElement {
+export const thumbnail = (bytes: Uint8Array): HTMLCanvasElement => picture([...bytes].map((byte) => viridis(byte / 255)));
+
+function picture(colours: RGB[]): HTMLCanvasElement {
   const canvas = element("canvas", { width: THUMB, height: THUMB, "aria-hidden": "true" });
   const context = canvas.getContext("2d");
   const image = context?.createImageData(THUMB, THUMB);
   if (!context || !image) return canvas;
-  bytes.forEach((byte, at) => image.data.set([...viridis(byte / 255), 255], 4 * at));
+  colours.forEach((colour, at) => image.data.set([...colour, 255], 4 * at));
   context.putImageData(image, 0, 0);
   return canvas;
 }

@@ -2,9 +2,10 @@
 
 import type { App } from "../app";
 import { button, eachFrame, element, rovingFocus, select } from "../dom";
-import { count } from "../format";
-import { nameOf } from "../heads";
-import type { Part } from "../view";
+import { count, number } from "../format";
+import { nameOf, valueOf } from "../heads";
+import { thumbnail } from "./grid";
+import type { Loaded, Part } from "../view";
 
 const CARD = 290; // pixels of a card at least
 const GAP = 6; // pixels between cards
@@ -22,7 +23,7 @@ export class Header implements Part {
     button(by < 0 ? "‹" : "›", { class: "step", tabindex: -1, "aria-label": by < 0 ? "cards before" : "more cards" }, () => this.scroll(by)),
   );
   /** The way back from a card to the total change of all heads. */
-  private readonly total = button("Total change of every head", { class: "total", "data-part": "total-change" }, () => {
+  private readonly total = button("", { class: "total", "data-part": "total-change" }, () => {
     const total = this.app.scan.statistics.find((each) => each.is_change);
     if (total) this.app.set({ statistic: total.name });
   });
@@ -59,16 +60,17 @@ export class Header implements Part {
     return group;
   }
 
-  update(): void {
+  update(loaded: Loaded | null): void {
     const { meta, scan, state } = this.app;
-    if (this.shownReport !== state.report) {
+    if (this.shownReport !== state.report && loaded) {
       this.shownReport = state.report;
       const heads = scan.layers.reduce((sum, layer) => sum + layer.heads.length, 0);
       this.title.textContent = this.title.title = meta.title;
       const names = meta.scans.length > 1 ? ` · A is ${meta.scans[0]?.name}, B is ${meta.scans[1]?.name}` : "";
       this.about.textContent = this.about.title = `${count(heads)} heads${names} · ${meta.read}`;
       this.tellReport();
-      this.fillWays();
+      this.fillWays(loaded);
+      this.total.replaceChildren(element("b", {}, "Total change"), ` ${meta.headline}`);
     }
     this.total.hidden = !scan.statistics.some((each) => each.is_change);
     const isOn = this.app.statistic?.is_change ?? false;
@@ -137,15 +139,18 @@ export class Header implements Part {
     });
   }
 
-  /** Return the cards of before and after, each with two bars on the scale of its statistic. */
-  private changes(): HTMLElement[] {
+  /** Return a card for each head that changed: its map in A and in B, and what it does now. */
+  private changes({ thumbnails, others }: Loaded): HTMLElement[] {
+    const total = this.app.scan.statistics.find((each) => each.is_change);
     return this.app.meta.changes.map((change, n) => {
-      const bars = change.places.map((place) => {
-        const bar = element("span", { class: "bar" });
-        bar.style.width = `${100 * (place ?? 0)}%`;
-        return bar;
-      });
-      return this.card(change, n, [change.sentence, element("span", { class: "bars", "aria-hidden": "true" }, ...bars)]);
+      const { layer, head, sentence } = change;
+      const other = this.app.partner(change);
+      const maps = [thumbnails.of(layer, head), other && others ? others.of(other.layer, other.head) : null];
+      const value = total && valueOf(this.app.scan, total.name, layer, head);
+      const words = element("span", {}, element("b", {}, nameOf(change)), ` ${sentence} `, element("span", { class: "soft" }, value == null ? "" : `(total ${number(value)})`));
+      return this.card(change, n, [
+        element("span", { class: "maps", "aria-hidden": "true" }, ...maps.map((bytes) => (bytes ? thumbnail(bytes) : element("span")))), words,
+      ]);
     });
   }
 
@@ -161,11 +166,11 @@ export class Header implements Part {
     return way;
   }
 
-  private fillWays(): void {
+  private fillWays(loaded: Loaded): void {
     const { meta } = this.app;
     const isPair = meta.scans.length > 1;
-    const ways = isPair ? this.changes() : this.standouts();
-    const none = isPair ? "Nothing has changed: every number of every head reads the same." : "No head stands out.";
+    const ways = isPair ? this.changes(loaded) : this.standouts();
+    const none = isPair ? meta.headline : "No head stands out.";
     this.ways.setAttribute("aria-label", isPair ? "what changed" : "heads that stand out");
     const notes = [meta.about, this.about.textContent, meta.same, meta.chosen, ...meta.notes, meta.rule, ...meta.missing];
     this.ways.replaceChildren(...(ways.length ? ways : [element("p", {}, none)]));

@@ -10,10 +10,10 @@ const KEYS: [keys: string, meaning: string][] = [
   ["Enter", "pin the query of the cell, or the token"],
   ["l", "this word in all heads, and back"],
   ["Shift and Enter, or Shift and a click", "in the text: a second token, for the weight of the pair"],
-  ["Esc", "close what is open; else unpin"],
+  ["Esc", "close what is open, leave a comparison, unpin"],
   ["[ and ]", "the head before, the next head"],
   ["d", "turn: what a token looks at, what looks at it"],
-  ["c", "compare: then Enter or a click on a head, or on the number of a layer; Esc leaves"],
+  ["c", "compare: then Enter or a click on a head, or on the number of a layer"],
   ["Shift and a click", "compare with this head, or with this layer"],
   ["x", "A, B, A and B, B − A"],
   ["+ − 0", "in the map: zoom; drag moves"],
@@ -60,7 +60,7 @@ export class Keys {
       d: () => app.set({ direction: state.direction === "keys" ? "queries" : "keys" }),
       x: () => app.set({ mode: state.other ? ({ A: "B", B: "both", both: "diff", diff: "A" } as const)[state.mode] : "A" }),
       c: () => app.choosing(true),
-      Escape: () => (app.isChoosing ? app.choosing(false) : this.header.closeAbout() || app.pin(null)),
+      Escape: () => this.header.closeAbout() || app.leave(),
     };
     const act = acts[key];
     act?.();

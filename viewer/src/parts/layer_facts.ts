@@ -3,10 +3,10 @@
 import type { App } from "../app";
 import type { Scan, Statistic } from "../contract";
 import { button, element, rovingFocus } from "../dom";
-import { bare, labelWithUnit, long, percent } from "../format";
+import { bare, labelWithUnit, long } from "../format";
 import { type HeadValue, allHeads, nameOf, spreadOf, statisticOf, valueOf } from "../heads";
 import type { HeadId } from "../maps";
-import { type Sides, changeTable, sizeOf } from "./changes";
+import { type Dot, distributions } from "./dots";
 import { spreadWords } from "./spread";
 
 interface Side {
@@ -44,9 +44,12 @@ export class LayerFacts {
     const layers = state.against === null ? [state.layer] : [state.layer, state.against];
     this.title.textContent = other && state.against !== null ? `Layer ${layers.join(" and layer ")}` : `Layer ${state.layer}`;
     this.name.textContent = layers.map((layer) => nameOfLayer(app.scan, layer)).join("; ");
-    this.table.replaceChildren(other ? this.changes(own, other) : this.spreads());
-    if (other) this.listPairs(own, other);
-    else this.listHeads(statistic);
+    this.table.replaceChildren(other ? this.distributions(own, other) : this.spreads());
+    this.list.hidden = other !== null;
+    if (!other) return this.listHeads(statistic);
+    this.heading.textContent = "Every head of both";
+    const names = other.scan ? app.meta.scans.map(({ name }) => name) : layers.map((layer) => `layer ${layer}`);
+    this.rule.textContent = `A is ${names[0]}, B is ${names[1]}. A dot opens its head. The largest shift of the mean comes first.`;
   }
 
   // ---- one layer ----------------------------------------------------------------------------------
@@ -79,68 +82,32 @@ export class LayerFacts {
 
   // ---- two layers ---------------------------------------------------------------------------------
 
-  private changes(own: Side, other: Side): HTMLElement {
-    const scan = this.scanOf(other);
-    const sides = this.app.scan.statistics.filter(({ is_change }) => !is_change).map((statistic): Sides => ({
-      statistic,
-      a: spreadOf(statistic.rows[own.layer] ?? [])?.mean ?? null,
-      b: spreadOf(statisticOf(scan, statistic.name)?.rows[other.layer] ?? [])?.mean ?? null,
-    }));
-    return changeTable(sides, [this.nameOf(own), this.nameOf(other)], (name) => !statisticOf(scan, name));
-  }
-
-  /** List the heads of one layer with their partners in the other, the largest change first. */
-  private listPairs(own: Side, other: Side): void {
+  /** Return the statistics of both layers, a dot for each head; that of a partner in the second scan opens the pair. */
+  private distributions(own: Side, other: Side): HTMLElement {
     const { app } = this;
-    const heads = app.scan.layers[own.layer]?.heads ?? [];
-    const pairs = heads.flatMap((head) => {
-      const partner = this.partner(head, other);
-      return partner ? [{ layer: own.layer, head, value: this.distance(head, own, partner), partner }] : [];
+    const scan = app.meta.scans[other.scan] as Scan;
+    const dotOf = (side: Side, head: number, name: string, open: () => void): Dot => ({
+      name: app.shortName({ ...side, head }), value: valueOf(app.meta.scans[side.scan] as Scan, name, side.layer, head), open,
     });
-    this.heading.textContent = "Pairs of heads";
-    const alone = heads.length - pairs.length;
-    const missing = alone ? ` ${alone === 1 ? "One head has" : `${alone} heads have`} no partner.` : "";
-    const how = other.scan && app.meta.matched ? "as matched" : "by number";
-    this.rule.textContent = `Paired ${how}; the mean change over the statistics, each as a part of its scale.${missing}`;
-    const sorted = pairs.sort((a, b) => (b.value ?? -1) - (a.value ?? -1));
-    const words = ({ partner, head, value }: (typeof sorted)[number]): string => {
-      const isSame = partner.layer === own.layer && partner.head === head;
-      return `${isSame ? "" : `and ${app.shortName(partner)} `}${value === null ? "no value" : percent(value)}`;
-    };
-    this.fill(sorted, words, (pair) => {
-      app.choose(pair);
-      app.compareWith(pair.partner);
+    const sides = app.scan.statistics.filter(({ is_change, name }) => !is_change && statisticOf(scan, name)).map((statistic) => {
+      const a = (app.scan.layers[own.layer]?.heads ?? []).map((head) => dotOf(own, head, statistic.name, () => app.choose({ layer: own.layer, head }, statistic.name)));
+      const b = (scan.layers[other.layer]?.heads ?? []).map((head) => dotOf(other, head, statistic.name, () => this.open({ ...other, head }, statistic.name)));
+      return { statistic, a, b };
     });
+    return distributions(sides);
   }
 
-  private partner(head: number, other: Side): HeadId | null {
-    if (other.scan === 1) return this.app.partner({ layer: other.layer, head });
-    return this.app.scan.layers[other.layer]?.heads.includes(head) ? { ...other, head } : null;
-  }
-
-  /** Return the mean over statistics of the change between two heads, as a part of the scale. */
-  private distance(head: number, own: Side, partner: HeadId): number | null {
-    const scan = this.scanOf(partner);
-    const sizes = this.app.scan.statistics.flatMap((statistic) => {
-      if (statistic.is_change || !statisticOf(scan, statistic.name)) return [];
-      const a = valueOf(this.app.scan, statistic.name, own.layer, head);
-      const b = valueOf(scan, statistic.name, partner.layer, partner.head);
-      const size = sizeOf({ statistic, a, b });
-      return size === null ? [] : [size];
-    });
-    return sizes.length ? sizes.reduce((sum, size) => sum + size, 0) / sizes.length : null;
+  /** Open a head of the other side: in the second scan that of its partner, with B shown. */
+  private open({ scan, layer, head }: HeadId, statistic: string): void {
+    const { app } = this;
+    if (!scan) return app.choose({ layer, head }, statistic);
+    const first = app.scan.layers[layer]?.heads.find((each) => app.partner({ layer, head: each })?.head === head);
+    if (first === undefined) return;
+    app.choose({ layer, head: first }, statistic);
+    app.set({ mode: "B" }, "replace");
   }
 
   // ---- helpers ------------------------------------------------------------------------------------
-
-  private scanOf({ scan }: { scan: number }): Scan {
-    return this.app.meta.scans[scan] as Scan;
-  }
-
-  private nameOf({ scan, layer }: Side): string {
-    const { meta } = this.app;
-    return meta.scans.length > 1 ? `layer ${layer} ${meta.scans[scan]?.name ?? ""}` : `layer ${layer}`;
-  }
 
   private fill<T extends HeadValue>(heads: T[], words: (head: T) => string, act: (head: T) => void): void {
     const choices = heads.map((head, n) => {

@@ -77,7 +77,9 @@ export class LineBreaker {
     let mark = 0;
     for (const { atom, index, room } of atomsOf(written)) {
       let marks = room;
-      for (; (written.marks[mark]?.at ?? Infinity) < index + atom.length; mark++) {
+      // What stands at the end of the text belongs to its last word.
+      const end = index + atom.length === written.text.length ? Infinity : index + atom.length;
+      for (; mark < written.marks.length && (written.marks[mark] as Mark).at < end; mark++) {
         marks += this.widthOf(written.marks[mark] as Mark);
       }
       this.place(filling, atom, index, marks);

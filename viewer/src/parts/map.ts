@@ -14,7 +14,7 @@ import { type Entry, LEAST, type Lights, type Loaded, type Seen, marked } from "
 import { imageOf } from "./map_image";
 
 const MARGIN = { left: 68, top: 34, right: 24, bottom: 8 };
-const SMALL = { ...MARGIN, left: 40, right: 12 }; // on a phone, and of two maps
+const SMALL = { ...MARGIN, left: 50, right: 12 }; // on a phone, and of two maps
 const MOST_ROOM = 48; // pixels for longer words at the left, where the map does not need them
 const LABEL = 11; // pixels of a letter at an axis
 const GAP = 6; // pixels between labels
@@ -23,7 +23,11 @@ const TICK = 9; // pixels of a tick and the gap to its label
 const FEWEST_TOKENS = 16; // across the map at the largest zoom
 const SQUARE = 2; // pixels of a token from which single weights are drawn
 const RING = 10; // radius in pixels of the ring of a weight of 1
+const LEAST_RING = 3; // of the second token of a pair
 const NARROW = 420; // pixels of a small box
+const WORD_ROOM = 64; // pixels over a map with words at rest
+const LEAST_OF_WORD = 12; // pixels of a token from which it has room for its word
+const SINE = Math.SQRT1_2; // of the turn of words over the map, and its cosine
 
 export interface Cell {
   row: number;
@@ -198,7 +202,8 @@ export class MapPane {
   }
 
   draw(): void {
-    const margin = this.root.clientWidth < NARROW ? SMALL : MARGIN;
+    const small = this.root.clientWidth < NARROW ? SMALL : MARGIN;
+    const margin = this.hasWordsAtRest ? { ...small, top: WORD_ROOM } : small;
     const across = this.root.clientWidth - margin.left - margin.right;
     const down = this.root.clientHeight - margin.top - margin.bottom;
     if (across <= 0 || down <= 0) return;
@@ -214,6 +219,12 @@ export class MapPane {
     }
     this.applyZoom(this.app.state.zoom);
     this.drawView();
+  }
+
+  /** True for a text of so few tokens that the whole map has their words at its sides. */
+  private get hasWordsAtRest(): boolean {
+    const keys = this.view.light.axes()?.[1];
+    return !!keys && keys.size === 1 && !!this.view.loaded?.keys?.isKnown && keys.length <= (this.root.clientWidth - MARGIN.left) / LEAST_OF_WORD && this.root.clientHeight > NARROW;
   }
 
   private drawView(): void {
@@ -270,7 +281,7 @@ export class MapPane {
     const { x, y } = this.scales();
     const [queries, keys] = this.view.light.axes() ?? [];
     const { left, right } = this.margin;
-    this.axes.setAttribute("width", String(this.size[0] + left + right));
+    this.axes.setAttribute("width", String(Math.max(this.size[0] + left + right, this.root.clientWidth)));
     this.axes.setAttribute("height", String(this.size[1] + this.margin.top + this.margin.bottom));
     const root = pick(this.axes);
     root.selectAll("*").remove();
@@ -279,11 +290,14 @@ export class MapPane {
     const { loaded } = this.view;
     const group = (name: string) => root.append("g").attr("transform", `translate(${left},${this.margin.top})`).attr("class", name);
     const family = getComputedStyle(this.axes).fontFamily;
-    const ofKey = (at: number): string => cutTo(this.tick(at, loaded?.keys ?? null, across), MOST_ROOM + left - TICK, family);
+    const isTurned = isRoomy(across) && !!loaded?.keys?.isKnown;
+    const end = Math.max(this.size[0] + right, this.root.clientWidth - left);
+    const keyRoom = (at: number): number => isTurned ? Math.min(end - across(at) - LABEL / 2, this.margin.top - TICK - LABEL / 2) / SINE : MOST_ROOM + left - TICK;
+    const ofKey = (at: number): string => cutTo(this.tick(at, loaded?.keys ?? null, across), keyRoom(at), family);
     const ofQuery = (at: number): string => cutTo(this.tick(at, loaded?.queries ?? null, down), left - TICK, family);
-    const columns = apart(ticksOf(across, ACROSS, keys.length), across, (at) => widthOf(ofKey(at), family), [-left, this.size[0] + right]);
+    const columns = apart(ticksOf(across, ACROSS, keys.length), across, (at) => (isTurned ? 0 : widthOf(ofKey(at), family)), [-left, this.size[0] + right]);
     const rows = apart(ticksOf(down, DOWN, queries.length), down, () => LABEL, [-this.margin.top, Infinity]);
-    group("axis").call(axisTop(across).tickSizeOuter(0).tickValues(columns).tickFormat((at) => ofKey(Number(at))));
+    group("axis").call(axisTop(across).tickSizeOuter(0).tickValues(columns).tickFormat((at) => ofKey(Number(at)))).classed("turned", isTurned);
     group("axis").call(axisLeft(down).tickSizeOuter(0).tickValues(rows).tickFormat((at) => ofQuery(Number(at))));
     root.append("text").attr("class", "axis-name").attr("x", Math.max(left + 4, 62)).attr("y", 10).text("keys →");
     root.append("text").attr("class", "axis-name").attr("x", 2).attr("y", 10).text("queries ↓");
@@ -349,7 +363,9 @@ export class MapPane {
     const [isDifference, dark] = [this.view.state.mode === "diff", isDark(this.root)];
     const colours = ({ weight }: Entry): [outer: string, inner: string] =>
       isDifference ? [dark ? "#000" : "#fff", css(diverging(-Math.sign(weight), dark))] : ["#000", "#ff4d00"];
-    for (const entry of marked(entries)) {
+    // The second token of a pair has its ring under 1 % too.
+    const second = entries.find(({ first, weight }) => first === this.view.state.second && Math.abs(weight) < LEAST);
+    for (const entry of [...marked(entries), ...(second ? [second] : [])]) {
       const middle = entry.first + 0.5;
       const place = what === "keys" ? [x(middle / keys.size), line] as const : [line, y(middle / queries.size)] as const;
       drawRing(context, place, radiusOf(entry, end), colours(entry));
@@ -358,7 +374,7 @@ export class MapPane {
 }
 
 /** Return the radius of a ring in pixels: its area is as the weight. */
-const radiusOf = ({ weight }: Entry, end: number): number => RING * Math.sqrt(Math.min(1, Math.abs(weight) / end));
+const radiusOf = ({ weight }: Entry, end: number): number => Math.abs(weight) < LEAST ? LEAST_RING : RING * Math.sqrt(Math.min(1, Math.abs(weight) / end));
 
 /** Draw a ring that can be seen on every colour of the map. */
 function drawRing(context: CanvasRenderingContext2D, [x, y]: readonly [number, number], radius: number, [outer, inner]: [string, string]): void {
@@ -393,7 +409,7 @@ function cutTo(label: string, room: number, family: string): string {
 }
 
 /** True if a token has room for its word. */
-const isRoomy = (scale: ScaleLinear<number, number>): boolean => scale(1) - scale(0) >= 12;
+const isRoomy = (scale: ScaleLinear<number, number>): boolean => scale(1) - scale(0) >= LEAST_OF_WORD;
 
 /** Return a tick about each `pixels`, at round numbers; where tokens have their words, the middle of each. */
 function ticksOf(scale: ScaleLinear<number, number>, pixels: number, length: number): number[] {

@@ -3,8 +3,10 @@
 import type { App } from "../app";
 import { button, element, rovingFocus, select, setOptions } from "../dom";
 import { change, count, inQuotes, percent, range, visible } from "../format";
+import { areEven, fewestOf } from "../links";
 import type { Direction } from "../state";
 import type { Place, Text } from "../text";
+import type { Pinned } from "./pinned";
 import type { Search } from "./search";
 import { Legend } from "./legend";
 import { Tokens } from "./tokens";
@@ -26,7 +28,7 @@ export class TextPane implements Part {
 
   constructor(
     private readonly app: App,
-    pinned: HTMLElement,
+    pinned: Pinned,
     private readonly search: Search,
   ) {
     this.main = new Tokens(app);
@@ -40,7 +42,7 @@ export class TextPane implements Part {
     rovingFocus(this.direction, () => 1);
     const [queriesName, keysName] = this.names;
     this.root.append(
-      element("div", { class: "line" }, element("h2", { class: "unseen" }, "A token"), this.direction, pinned, this.summary, this.sequences, search.root),
+      element("div", { class: "line" }, element("h2", { class: "unseen" }, "A token"), this.direction, pinned.root, this.summary, pinned.ranking, this.sequences, search.root, pinned.second),
       element("div", { class: "panes" },
         element("div", { class: "side" }, queriesName, this.main.root),
         element("div", { class: "side" }, keysName, this.keys.root)),
@@ -116,6 +118,11 @@ export class TextPane implements Part {
     const named = (marked(entries).length ? marked(entries) : entries.slice(0, 1)).slice(0, most).map((entry, n, all) =>
       element("span", { class: "entry" }, element("b", {}, nameOfEntry(entry, to ?? null, state.sequence)),
         ` (${isDifference ? change(entry.weight) : percent(entry.weight)})${n + 1 < all.length ? ", " : ""}`));
+    if (!isDifference && exact !== "block" && areEven(entries.map(({ weight }) => stored(weight)), fewestOf(what))) {
+      const number = entries.filter(({ weight }) => stored(weight) === stored(entries[0]?.weight ?? 0)).length;
+      const each = `(${percent(entries[0]?.weight ?? 0)} each)`;
+      return [`${head}: ${looker} ${verb} ${exact === "top" ? `its top ${number}` : `${count(number)} tokens`} evenly `, element("span", { class: "entry" }, each)];
+    }
     if (isFirst) return [`${head}: ${looker} ${what === "keys" ? "looks most at" : "is the first key of"} `, ...named];
     return [`${head}: ${looker} ${verb}${among} `, ...named];
   }
@@ -136,6 +143,8 @@ export class TextPane implements Part {
     return { summary: this.summary.textContent, lines: this.main.lineCount };
   }
 }
+
+const stored = (weight: number): number => Math.round(255 * Math.sqrt(weight));
 
 /** Return an answer as two lines. */
 const answer = (...words: (string | HTMLElement)[]): HTMLElement => element("span", { class: "answer" }, ...words);

@@ -18,7 +18,7 @@ const GUTTER = 48; // width of the token indices
 const MARGIN = 20; // on the right, for what hangs over the end of a line
 const FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
 const MOST_TICKS = 2000; // found places that the minimap shows
-const LEAST_ARC = 0.05; // weight of an arc: a token has at most 20
+const LEAST_ARC = 0.05; // weight of an arc, or of the second token of a pair any
 
 /** What the tokens of a text are: both, or under cross attention queries alone or keys alone. */
 export type Role = "both" | "queries" | "keys";
@@ -216,7 +216,7 @@ export class Tokens {
     const from = this.role === "both" && token !== null ? this.boxOf(token) : null;
     const arcs: Arc[] = [];
     for (const { first, last, weight } of from ? entries : []) {
-      if (Math.abs(weight) < LEAST_ARC) break;
+      if (Math.abs(weight) < LEAST_ARC && first !== this.app.state.second) continue;
       const to = first === last && first !== token ? this.boxOf(first) : null;
       if (from && to) arcs.push({ from, to, weight });
     }
@@ -394,7 +394,7 @@ export class Tokens {
     if (event.key === "Enter" || event.key === " ") {
       if (!event.shiftKey || !this.pinSecondToken(at)) this.app.pin(at, this.direction);
     } else if (event.key === "Escape") {
-      this.app.pin(null);
+      this.app.leave();
     } else if (event.key === "a" && (event.ctrlKey || event.metaKey)) {
       this.selectAll();
     } else {

@@ -373,6 +373,9 @@ def _group_factors(
             return None  # a head that is dropped while others are scaled is no factor
         text = format_noun_with_numbers("head", changed)
         is_sign = all(factor in (1, -1) for factor in by_head)
+        factor = by_head[changed[0]]
+        if not is_sign and factor and all(by_head[head] == factor for head in changed):
+            text = f"{factor:.6g}, {text}"  # without the number nobody can undo it
         parameters = (("heads", tuple(changed)), ("factors", tuple(by_head)))
         name = MapName(SIGN if is_sign else FACTOR, text, (), 0, parameters)
         return name, torch.tensor(by_head, dtype=torch.float64)[:, None]
