@@ -134,12 +134,6 @@ def test_the_page_is_written_from_the_record() -> None:
     )
 
 
-def test_the_readme_is_written_from_the_record() -> None:
-    text = documentation.README.read_text("utf-8")
-    assert len(documentation.BLOCK.findall(text)) == 1
-    assert text == documentation.render_readme(text, documentation.read_record())
-
-
 def test_the_page_opens_with_every_question_and_its_short_answer() -> None:
     page = documentation.PAGE.read_text("utf-8")
     contents = page[: page.index("\n## ")]
@@ -158,10 +152,9 @@ def test_a_caption_is_on_the_page_once(name: str) -> None:
     assert documentation.PAGE.read_text("utf-8").count(caption) == 1
 
 
-@pytest.mark.parametrize("page", [documentation.PAGE, documentation.README], ids=lambda p: p.name)
-def test_a_difference_with_default_initialisation_names_its_tokens(page: Path) -> None:
+def test_a_difference_with_default_initialisation_names_its_tokens() -> None:
     """They decide it: the outputs of one head and of eight differ far less for positive tokens."""
-    text = page.read_text("utf-8").replace("\u00a0", " ")
+    text = documentation.PAGE.read_text("utf-8").replace("\u00a0", " ")
     sentences = [
         sentence
         for sentence in re.split(r"(?<=[.!?]) |\n", text)
