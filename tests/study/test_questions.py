@@ -6,7 +6,6 @@ Each question's own tests, in questions/, see its verdict turn.
 import re
 import string
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
