@@ -21,6 +21,7 @@ from headwise.support.text import describe_count, describe_value
 Direction = Literal["keys", "queries"]
 Bound = Literal["exact", "at least", "at most"]
 LEAST = 0.05  # weight of a link that a page opens with
+PARTS = 0.9  # of tokens that are a letter each: of bytes, no words
 SIGHT = 400  # characters between two words that a page can show together, in about ten lines
 SPECIAL = re.compile(r"\[.*\]$|<.*>$")  # names of tokens such as [SEP] and <s>
 MAP, TOP_KEYS = Map.definition.name, TopKeysOfEveryQuery.definition.name
@@ -163,8 +164,13 @@ class _Words(NamedTuple):
     def of(cls, text: ScannedText, name_of: Callable[[int], str] | None) -> _Words:
         """Return the tokens of a text, by their characters or their names."""
         words = [text.word(0, token, name_of) for token in range(sum(text.lengths[:1]))]
+        letters = sum(len(word) == 1 and word.isascii() for word in words)
+        are_parts = letters > PARTS * len(words)
         are_words = [
-            place > 0 and not SPECIAL.match(word.strip()) and any(map(str.isalnum, word))
+            place > 0
+            and not are_parts
+            and not SPECIAL.match(word.strip())
+            and any(map(str.isalnum, word))
             for place, word in enumerate(words)
         ]
         lengths = torch.tensor([len(word) for word in words], dtype=torch.int64)
