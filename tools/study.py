@@ -26,10 +26,10 @@ PICTURES = ROOT / "docs" / "images" / "study"
 
 HEAD = """# The study
 
-These are common questions about attention heads, answered by experiments. `headwise study` repeats
-all of them, `headwise study parameters` shows one in full, and `--json` prints the numbers. This
-page was written from [one run](study.json) on a CPU ({setting}). Counts and shapes are the same on
-every machine; times and rounding errors are not.
+People ask these questions about attention heads, and an experiment answers each. `headwise study`
+repeats all of them, `headwise study parameters` shows one in full, and `--json` prints the numbers.
+This page was written from [one run](study.json) on a CPU ({setting}). Counts and shapes are the
+same on every machine; times and rounding errors are not.
 """
 
 
@@ -53,12 +53,7 @@ def record_as_text(record: dict[str, Any]) -> str:
 def render_page(record: dict[str, Any]) -> str:
     """Return the text of docs/study.md."""
     setting = ", ".join(f"{name} {value}" for name, value in record["setting"].items())
-    answers = answers_of(record)
-    contents = [
-        f"{count}. [{each.question.asks}](#{each.question.id}) {each.short_verdict}"
-        for count, each in enumerate(answers, 1)
-    ]
-    return "\n".join([HEAD.format(setting=setting), *contents, "", *map(render_section, answers)])
+    return "\n".join([HEAD.format(setting=setting), *map(render_section, answers_of(record))])
 
 
 def render_section(answer: Answer) -> str:
