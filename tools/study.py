@@ -1,6 +1,6 @@
 """Study results in the documentation: docs/study.json, and the pages written from it.
 
-    python -m tools.study            measure again; write docs/study.md, pictures, README's table
+    python -m tools.study            measure again; write docs/study.md and its pictures
     python -m tools.study --words    write them from the existing docs/study.json
 
 A test fails if a number in the documentation differs from docs/study.json.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import resource
 import sys
 import time
@@ -24,16 +23,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "study.json"
 PAGE = ROOT / "docs" / "study.md"
 PICTURES = ROOT / "docs" / "images" / "study"
-README = ROOT / "README.md"
-IN_README = ("when-split", "parameters", "same-function")
-BLOCK = re.compile(r"(?<=<!-- the study -->\n).*?(?=<!-- end of the study -->)", re.DOTALL)
 
 HEAD = """# The study
 
-These are common questions about attention heads, answered by experiments. `headwise study` repeats
-all of them, `headwise study parameters` shows one in full, and `--json` prints the numbers. This
-page was written from [one run](study.json) on a CPU ({setting}). Counts and shapes are the same on
-every machine; times and rounding errors are not.
+People ask these questions about attention heads, and an experiment answers each. `headwise study`
+repeats all of them, `headwise study parameters` shows one in full, and `--json` prints the numbers.
+This page was written from [one run](study.json) on a CPU ({setting}). Counts and shapes are the
+same on every machine; times and rounding errors are not.
 """
 
 
@@ -57,12 +53,7 @@ def record_as_text(record: dict[str, Any]) -> str:
 def render_page(record: dict[str, Any]) -> str:
     """Return the text of docs/study.md."""
     setting = ", ".join(f"{name} {value}" for name, value in record["setting"].items())
-    answers = answers_of(record)
-    contents = [
-        f"{count}. [{each.question.asks}](#{each.question.id}) {each.short_verdict}"
-        for count, each in enumerate(answers, 1)
-    ]
-    return "\n".join([HEAD.format(setting=setting), *contents, "", *map(render_section, answers)])
+    return "\n".join([HEAD.format(setting=setting), *map(render_section, answers_of(record))])
 
 
 def render_section(answer: Answer) -> str:
@@ -87,20 +78,11 @@ def render_section(answer: Answer) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def render_readme(text: str, record: dict[str, Any]) -> str:
-    """Return README.md with the current table of three questions and answers."""
-    three = [each for each in answers_of(record) if each.question.id in IN_README]
-    rows = [f"| {each.question.asks} | {each.verdict} |" for each in three]
-    table = "\n".join(["| question | answer |", "| --- | --- |", *rows])
-    return BLOCK.sub(lambda _: f"\n{table}\n\n", text)
-
-
 def write_documentation(record: dict[str, Any]) -> None:
-    """Write the page, the table, the pictures and the words of the record from its numbers."""
+    """Write the page, the pictures and the words of the record from its numbers."""
     record = record | {"questions": [answer.as_json() for answer in answers_of(record)]}
     RECORD.write_text(record_as_text(record), "utf-8")
     PAGE.write_text(render_page(record), "utf-8")
-    README.write_text(render_readme(README.read_text("utf-8"), record), "utf-8")
     PICTURES.mkdir(parents=True, exist_ok=True)
     for answer in answers_of(record):
         (PICTURES / f"{answer.question.id}.svg").write_text(charts.answer_svg(answer), "utf-8")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headwise.matrix.operator import AttentionMatrix as AttentionMatrix
     from headwise.scanning._scan import scan as scan
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,

@@ -1,6 +1,7 @@
 """`compare` of two functions, of which nothing but the outputs is known."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import headwise
 from headwise import compare
 from headwise.errors import OptionError, ShapeError
 from headwise.identify.results import Verdict
@@ -45,7 +47,18 @@ def test_eight_heads_are_not_one() -> None:
     assert "in float32 the outputs differ" in str(diagnosis)
     assert "in float64 the outputs differ" in str(diagnosis)
     assert "rounding explains" in str(diagnosis)
-    assert "would add the stage, the heads and the cause" in str(diagnosis)
+
+
+def test_the_lines_that_make_a_layer_lead_to_the_cause() -> None:
+    wrong, right = partial(mha, heads=8), partial(mha, heads=4)
+    printed = str(compare(wrong, right, X)).splitlines()
+    code = [line.strip() for line in printed if line.startswith(" " * 6)]
+    names = dict(zip(("wq", "wk", "wv", "wo"), (w.T for w in (WQ, WK, WV, WO)), strict=True))
+    shown: list[Any] = []
+    run = {"headwise": headwise, "HEADS": 4, "a": wrong, "print": shown.append} | names
+    exec("\n".join(code), run)
+    assert [cause.name for cause in shown[0].function.causes] == ["number of heads"]
+    assert "    layer = " not in str(compare(right, right, X))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

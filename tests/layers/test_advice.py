@@ -125,3 +125,16 @@ def test_names_of_another_layout_lead_to_detect() -> None:
     with pytest.raises(RuntimeError) as error:
         Attention(24, 4).load_state_dict(part)
     assert "another layout" not in str(error.value)  # tensors that are missing alone
+
+
+def test_native_names_in_the_layer_of_torch() -> None:
+    ours, theirs = Attention(24, 4), MultiheadAttention(24, 4, batch_first=True)
+    with pytest.raises(RuntimeError) as error:
+        theirs.load_state_dict(ours.state_dict())
+    code = str(error.value).split("another layout: headwise.")[1].partition(";")[0]
+    names = {"convert": convert, "state": ours.state_dict(), "LAYOUT": "headwise"}
+    theirs.load_state_dict(eval(code, names))
+    torch.testing.assert_close(theirs(X, X, X)[0], ours(X))
+    with pytest.raises(RuntimeError) as error:
+        theirs.load_state_dict({"in_proj_weight": theirs.in_proj_weight})
+    assert "another layout" not in str(error.value)  # tensors that are missing alone

@@ -123,6 +123,14 @@ def test_a_weak_link_or_no_words_are_none() -> None:
     assert find_strongest_link(scan_of(strong, WORDS, "map"), None) is not None
 
 
+def test_letters_are_no_words() -> None:
+    letters = ["", *"thetrophydidnotfit"]
+    weights = spread({(2, 8, 2): 0.4}, len(letters))
+    assert find_strongest_link(scan_of(weights, letters), None) is None
+    doubled = scan_of(weights, [2 * letter for letter in letters])
+    assert find_strongest_link(doubled, None) == (0, 2, 8)
+
+
 def test_a_link_out_of_sight_comes_after_those_in_sight() -> None:
     words = ["x", *["word"] * 50, "x" * SIGHT, "end", "is", "here"]
     length, end = len(words), len(words) - 1

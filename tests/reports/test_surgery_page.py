@@ -6,7 +6,6 @@ from typing import get_args
 import pytest
 
 from headwise.reports.surgery import DOT, render_cut
-from headwise.support.text import human_bytes
 from headwise.surgery import Pruning, prune
 from headwise.surgery.fit import Repair
 from tests.reports.html import Tree, outside
@@ -65,16 +64,6 @@ def test_every_head_is_a_dot_at_its_effect(pruned: Pruning) -> None:
         # No two dots touch.
         pairs = [(a, b) for a in places for b in places if a < b]
         assert all(math.dist(places[a], places[b]) >= 2 * DOT - 0.11 for a, b in pairs)
-
-
-def test_the_page_has_the_size_before_and_after(pruned: Pruning) -> None:
-    before, after = (
-        sum(p.numel() * p.element_size() for p in model.parameters())
-        for model in (pruned.plan.heads.model, pruned.model)
-    )
-    page = " ".join(render_cut(pruned, "a model").split())
-    assert after < before
-    assert f"The model takes {human_bytes(before)} before and {human_bytes(after)} after" in page
 
 
 def test_the_ring_at_the_edge_of_the_curve_is_whole(pruned: Pruning) -> None:

@@ -358,8 +358,8 @@ def test_a_folder_with_pruned_heads_is_written_so_that_it_loads(
 
 
 @pytest.mark.slow
-def test_the_command_of_the_readme_ends_in_a_folder_that_loads(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
+def test_the_command_of_the_first_pages_ends_in_a_folder_that_loads(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "doors.md").read_text("utf-8")
     [line] = [each for each in text.splitlines() if each.startswith('headwise prune "$(')]
     sentences = [sentence for half in read_sentences() for sentence in half[:4]]
     (tmp_path / "lines.txt").write_text("\n".join(sentences))

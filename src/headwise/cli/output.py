@@ -177,21 +177,18 @@ def print_result(
 ) -> None:
     """Print the result with ``show``, or as JSON if ``as_json`` is not None, and name the pages.
 
-    ``details`` come after the pages, which are then named once more: the last line is what a
-    reader of a long text sees.
+    The pages are named last: the last line is what a reader of a long text sees.
     """
     seconds, console = time.perf_counter() - start, make_console(stderr=as_json is not None)
     if as_json is not None:
         typer.echo(json.dumps(as_json(), ensure_ascii=False))
     else:
         show(console)
-    text = f"The {'page' if len(pages) == 1 else 'pages'}:"
+        if details is not None:
+            details(console)
     if pages:
-        _print_lines(console, f"{seconds:.1f} s in all. {text}", *map(str, pages))
-    if details is not None and as_json is None:
-        console.print()
-        details(console)
-        _print_lines(console, text, *map(str, pages))
+        named = "page" if len(pages) == 1 else "pages"
+        _print_lines(console, f"{seconds:.1f} s in all. The {named}:", *map(str, pages))
 
 
 def _print_lines(console: Console, *lines: str) -> None:

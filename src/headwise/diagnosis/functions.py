@@ -28,9 +28,14 @@ IN_FLOAT64_ALONE = (
     "difference is too small for float32"
 )
 MOST = 0.5  # of the queries
-KNOWN_SIDE = (
-    "a layer on one side (headwise.Attention, torch.nn.MultiheadAttention) would add the stage, "
-    "the heads and the cause"
+MAKE_A_LAYER = (
+    "the cause needs a layer on one side: make one of the weights of b, the right one, each stored "
+    "as that of torch.nn.Linear, and its biases as q_proj.bias and so on:",
+    '    weights = {"q_proj.weight": wq, "k_proj.weight": wk, "v_proj.weight": wv, '
+    '"out_proj.weight": wo}',
+    '    layer = headwise.Attention.from_layout(weights, layout="headwise", num_heads=HEADS, '
+    "scale=None)",
+    "    print(headwise.compare(a, layer))  # if b is causal: from_layout(..., window=(None, 0))",
 )
 
 
@@ -66,7 +71,7 @@ def compare_functions(first: BlackBox, second: BlackBox, probe: NamedInputs) -> 
         output_gap=finer.gap,
         stages=("output",),
         blind=blind,
-        isolated=(*map(str, runs), KNOWN_SIDE),
+        isolated=(*map(str, runs), *(MAKE_A_LAYER if runs[0].differs else ())),
     )
     return Diagnosis(verdict=verdict, function=comparison)
 

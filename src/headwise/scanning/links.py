@@ -22,6 +22,7 @@ from headwise.support.text import describe_count, describe_value
 Direction = Literal["keys", "queries"]
 Bound = Literal["exact", "at least", "at most"]
 LEAST = 0.05  # weight of a link that a page opens with
+PARTS = 0.9  # of tokens that are a letter each: of bytes, no words
 SIGHT = 400  # characters between two words that a page can show together, in about ten lines
 # Words that say little of what a head looks for; pronouns are none of them.
 _LITTLE = (
@@ -174,9 +175,14 @@ class _Words(NamedTuple):
     def of(cls, text: ScannedText, name_of: Callable[[int], str] | None) -> _Words:
         """Return the tokens of a text, by their characters or their names."""
         words = [text.word(0, token, name_of) for token in range(sum(text.lengths[:1]))]
-        are_whole = _find_whole_words(text, words)
+        letters = sum(len(word) == 1 and word.isascii() for word in words)
+        are_parts, are_whole = letters > PARTS * len(words), _find_whole_words(text, words)
         are_words = [
-            place > 0 and whole and not SPECIAL.match(word.strip()) and _is_content(word.strip())
+            not are_parts
+            and place > 0
+            and whole
+            and not SPECIAL.match(word.strip())
+            and _is_content(word.strip())
             for place, (word, whole) in enumerate(zip(words, are_whole, strict=True))
         ]
         lengths = torch.tensor([len(word) for word in words], dtype=torch.int64)

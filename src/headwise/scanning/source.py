@@ -204,9 +204,6 @@ def make_model_title(folder: Path) -> str:
 def _load_tiny() -> ModelToScan:
     from headwise.models import tiny
 
-    def name(token: int) -> str:
-        return "[begin]" if token == tiny.BEGIN else chr(token) if token < 128 else f"\\x{token:x}"
-
     return ModelToScan(
         title="tiny",
         model=tiny.load(),
@@ -218,7 +215,7 @@ def _load_tiny() -> ModelToScan:
         specials=(tiny.BEGIN,),
         encode=lambda text, most: tiny.encode(text).tolist()[:most],
         spans=lambda text, most: tiny.spans(text).tolist()[:most],
-        name_of=name,
+        name_of=tiny.name_of,
     )
 
 
@@ -297,10 +294,7 @@ def read_texts(
 
 
 def read_default_text(model: ModelToScan, length: int | None = None) -> TextToRead:
-    """Return the text in headwise; random tokens twice for the model that ships with it."""
-    if not model.opened_with.get("folder"):
-        # On random tokens only induction can predict the next token.
-        return make_repeated_tokens(model, length)
+    """Return the text that ships with headwise."""
     from headwise.models import text as alice
 
     whole = "\n\n".join(alice.read_opening_paragraphs())

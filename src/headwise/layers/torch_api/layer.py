@@ -216,7 +216,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         messages = (missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
         if strict and missing_keys and not prefix:
-            error_msgs += advise_wrapped_tensors(state_dict)
+            error_msgs += (
+                advise_wrapped_tensors(state_dict)
+                or [
+                    "these tensors are in another layout: headwise.convert(state, LAYOUT, "
+                    f"{'torch-packed' if self._qkv_same_embed_dim else 'torch-separate'!r}, "
+                    f"heads={self.num_heads}); headwise.detect(state) names LAYOUT"
+                ][: len(unexpected_keys)]
+            )
 
 
 # ---- the forward pass --------------------------------------------------------------------------

@@ -33,6 +33,7 @@ __all__ = [
     "decode",
     "encode",
     "load",
+    "name_of",
     "training_measurements",
 ]
 
@@ -70,6 +71,11 @@ def decode(ids: Int[Tensor, " length"]) -> str:
             do="decode one sequence of ids, e.g. logits[0].argmax(-1)",
         )
     return bytes(i for i in values if i != BEGIN).decode(errors="replace")
+
+
+def name_of(token: int) -> str:
+    """Return the text of an id: its character, ``[begin]``, or the hexadecimal of other bytes."""
+    return "[begin]" if token == BEGIN else chr(token) if token < 128 else f"\\x{token:x}"
 
 
 class TinySizes(NamedTuple):
