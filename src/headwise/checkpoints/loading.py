@@ -578,7 +578,8 @@ def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
     stated = f"the model_type {kind}, which the catalogue lacks" if kind else "no model_type"
     obstacle = registry.find_obstacle(opened.source.headers)
     more = f"; not proved: {reason}" if reason else f": {obstacle.reason}" if obstacle else ""
-    names = [f"`{name}`" for name in opened.source.headers if ATTENTION.match(name)]
+    headers = opened.source.headers
+    names = [f"`{n}`" for n in [n for n in headers if ATTENTION.match(n)] or headers]
     more = more or (f": no layout has {list_some(names)}" if names else "")
     do = "load_attention(path, inputs={...}) with arguments for a call of the class; or "
     return OptionError(

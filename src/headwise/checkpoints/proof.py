@@ -45,6 +45,7 @@ NO_FUNCTION = re.compile(
     r"_ids?$|vocab|cross_attention|layers|init|dropout|cache|version|return|output"
 )
 NEAR, NEAR_ORIGINAL = 6, 32
+FEWEST = 3  # tokens of a caller's input
 Run = Callable[[Attention, Tensor], Tensor]
 
 
@@ -97,6 +98,16 @@ class Probe:
     real: Tensor | None = None
     is_near: bool = False
     positions: Tensor | None = None
+
+    def require_tokens(self) -> None:
+        """Raise NotRunError for so few tokens that scores or positions do not show."""
+        x, source = self.call.x, self.call.source
+        fewest = min(x.shape[1], (x if source is None else source).shape[1])
+        if fewest < FEWEST:
+            raise NotRunError(
+                f"{self.name} have {fewest} tokens where they reach the attention; a proof needs "
+                f"{FEWEST} queries and keys"
+            )
 
     def find_parted_stage(self, layer: Attention) -> str | None:
         """Return the first stage in which the layer parts from the class; None if it is equal.
@@ -327,6 +338,8 @@ class ProbedClass:
             return Probe(f"{name}{suffix}", config, call, real, is_near, positions)
 
         given = [record(skeleton.owners[0], *read_given(self.inputs))] if self.inputs else []
+        for each in given:
+            each.require_tokens()
         given = [each for each in given if only in ("", each.name)]
         for run, is_mixed in list_runs(skeleton.owners):
             probes: list[Probe] = []
