@@ -384,6 +384,12 @@ def test_far_settings_are_near_in_a_copy_of_the_config() -> None:
     assert near["hidden_size"] == 4096
     assert near["window_size"] == 7
     assert shrink_far_settings(config, ["window", "rotary"]) == config
+    chunks = {"chunk_length": 340, "parts": {"chunk_right_context": 40, "chunk_left_context": 340}}
+    near = shrink_far_settings(chunks)
+    assert near == {
+        "chunk_length": 7,
+        "parts": {"chunk_right_context": 6, "chunk_left_context": 7},
+    }
 
 
 def test_casts_to_float32_stay_wide() -> None:

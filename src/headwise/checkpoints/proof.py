@@ -252,17 +252,36 @@ class _Run(nn.Module):
 
 
 def shrink_far_settings(values: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
-    """Return a config in which settings that act far out act within a few tokens.
+    """Return a config in which settings that act far out act within a few tokens, in their order.
 
     Those of the options that a caller has ``given`` stay: "rotary" or "window".
     """
+    order = sorted({*_list_far_windows(values)})
+    return _shrink(values, given, {value: NEAR + at for at, value in enumerate(order)})
+
+
+def _list_far_windows(values: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _list_far_windows(value)
+        elif _is_far(name, value) and "original" not in str(name):
+            yield value
+
+
+def _is_far(name: str, value: Any) -> bool:
+    return isinstance(value, int) and value > LONG // 2 and FAR.search(str(name)) is not None
+
+
+def _shrink(
+    values: Mapping[str, Any], given: Collection[str], windows: Mapping[int, int]
+) -> dict[str, Any]:
     near: dict[str, Any] = {}
     for name, value in values.items():
-        number, option = (NEAR_ORIGINAL, "rotary") if "original" in str(name) else (NEAR, "window")
+        is_original = "original" in str(name)
         if isinstance(value, Mapping):
-            near[name] = shrink_far_settings(value, given)
-        elif isinstance(value, int) and value > LONG // 2 and FAR.search(str(name)):
-            near[name] = value if option in given else number
+            near[name] = _shrink(value, given, windows)
+        elif _is_far(name, value) and ("rotary" if is_original else "window") not in given:
+            near[name] = NEAR_ORIGINAL if is_original else windows[value]
         else:
             near[name] = value
     return near
