@@ -41,7 +41,7 @@ def list_runs(owners: Iterable[Any]) -> Iterator[tuple[Callable[..., Any], bool]
     yield from ((owner, True) for owner in listed)
 
 
-def read_given(inputs: Given) -> Inputs:
+def read_given(inputs: Mapping[str, Any]) -> Inputs:
     """Return a caller's inputs in float64, with their real tokens where a mask is of all tokens."""
     wide = tree_map(lambda x: x.double() if _is_float(x) else x, dict(inputs))
     mask = None if "decoder_input_ids" in inputs else inputs.get("attention_mask")

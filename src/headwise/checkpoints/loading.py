@@ -230,7 +230,7 @@ class StoredReading:
             known = {**counted, **stated}
         headers, module = self.opened.source.headers, self.module
         before = {f"{module.prefix}{name}" for name in self.before}
-        module = replace(module, beside=[name for name in module.beside if name not in before])
+        module = replace(module, beside=tuple(n for n in module.beside if n not in before))
         shapes = {local: headers[name].shape for name, local in module.tensors.items()}
         sizes = self.stored.sizes(shapes, known)
         described = self.describe(config)
@@ -600,7 +600,7 @@ def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> li
             for module in _match_modules(modules, layer, prefix):
                 lacking = find_unlisted_tensors_of_module(module, stored)
                 before = tuple(name.removeprefix(module.prefix) for name in lacking)
-                others = replace(module, beside=[n for n in module.beside if n not in lacking])
+                others = replace(module, beside=tuple(n for n in module.beside if n not in lacking))
                 is_whole = stored.required <= {*module.tensors.values()}
                 if is_whole and may_be_of_layout(others, stored):
                     readings.append(StoredReading(opened, stored, module, modules, (), before))
