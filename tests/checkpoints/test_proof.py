@@ -389,6 +389,12 @@ def test_far_settings_are_near_in_a_copy_of_the_config() -> None:
     tower = {"window_size": 112, "patch_size": 14, "spatial_merge_size": 2}
     assert shrink_far_settings(tower)["window_size"] == 56
     assert shrink_far_settings({**tower, "window_size": 40})["window_size"] == 40
+    chunks = {"chunk_length": 340, "parts": {"chunk_right_context": 40, "chunk_left_context": 340}}
+    near = shrink_far_settings(chunks)
+    assert near == {
+        "chunk_length": 24,
+        "parts": {"chunk_right_context": 6, "chunk_left_context": 24},
+    }
 
 
 def test_casts_to_float32_stay_wide() -> None:

@@ -141,7 +141,7 @@ def _kept_sources(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """The weight and the input of each linear projection that ran."""
     kept: list[tuple[Tensor, Tensor]] = []
 
-    def keep(module: nn.Module, args: tuple[Any, ...], _: Any) -> None:
+    def keep(module: nn.Linear, args: tuple[Any, ...], _: Any) -> None:
         kept.extend((module.weight, x) for x in args[:1])
 
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -153,7 +153,7 @@ def _kept_sources(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 def _inputs_of(
     layer: Attention, state: Tensor, sources: list[tuple[Tensor, Tensor]]
-) -> dict[str, Tensor] | None:
+) -> dict[str, Any] | None:
     """What the layer gets: the state, or the inputs of its projections, where the proof names them.
 
     None where these are not of one shape, or of several calls.

@@ -41,12 +41,12 @@ def list_runs(owners: Iterable[Any]) -> Iterator[tuple[Callable[..., Any], bool]
     yield from ((owner, True) for owner in listed)
 
 
-def read_given(inputs: Given) -> Inputs:
+def read_given(inputs: Mapping[str, Any]) -> Inputs:
     """Return a caller's inputs in float64, with their real tokens where a mask is of all tokens."""
     wide = tree_map(lambda x: x.double() if _is_float(x) else x, dict(inputs))
     mask = None if "decoder_input_ids" in inputs else inputs.get("attention_mask")
-    is_padding = isinstance(mask, Tensor) and mask.dim() == 2
-    return "the inputs given", wide, mask.bool() if is_padding else None
+    real = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    return "the inputs given", wide, real
 
 
 def _is_float(x: Any) -> bool:

@@ -248,7 +248,7 @@ class StoredReading:
             known = {**counted, **stated}
         headers, module = self.opened.source.headers, self.module
         before = {f"{module.prefix}{name}" for name in self.before}
-        module = replace(module, beside=[name for name in module.beside if name not in before])
+        module = replace(module, beside=tuple(n for n in module.beside if n not in before))
         shapes = {local: headers[name].shape for name, local in module.tensors.items()}
         sizes = self.stored.sizes(shapes, known)
         described = self.describe(config)
@@ -625,7 +625,8 @@ def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
     stated = f"the model_type {kind}, which the catalogue lacks" if kind else "no model_type"
     obstacle = registry.find_obstacle(opened.source.headers)
     more = f"; not proved: {reason}" if reason else f": {obstacle.reason}" if obstacle else ""
-    names = [f"`{name}`" for name in opened.source.headers if ATTENTION.match(name)]
+    headers = opened.source.headers
+    names = [f"`{n}`" for n in [n for n in headers if ATTENTION.match(n)] or headers]
     more = more or (f": no layout has {list_some(names)}" if names else "")
     do = "load_attention(path, inputs={...}) with arguments for a call of the class; or "
     return OptionError(

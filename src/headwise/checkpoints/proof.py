@@ -45,6 +45,7 @@ NO_FUNCTION = re.compile(
     r"_ids?$|vocab|cross_attention|layers|init|dropout|cache|version|return|output"
 )
 NEAR, NEAR_ORIGINAL = 6, 32
+FEWEST = 3  # tokens of a caller's input
 Run = Callable[[Attention, Tensor], Tensor]
 
 
@@ -97,6 +98,16 @@ class Probe:
     real: Tensor | None = None
     is_near: bool = False
     positions: Tensor | None = None
+
+    def require_tokens(self) -> None:
+        """Raise NotRunError for so few tokens that scores or positions do not show."""
+        x, source = self.call.x, self.call.source
+        fewest = min(x.shape[1], (x if source is None else source).shape[1])
+        if fewest < FEWEST:
+            raise NotRunError(
+                f"{self.name} have {fewest} tokens where they reach the attention; a proof needs "
+                f"{FEWEST} queries and keys"
+            )
 
     def find_parted_stage(self, layer: Attention) -> str | None:
         """Return the first stage in which the layer parts from the class; None if it is equal.
@@ -245,15 +256,30 @@ class _Run(nn.Module):
 
 
 def shrink_far_settings(values: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
-    """Return a config in which settings that act far out act within a few tokens.
+    """Return a config in which settings that act far out act within a few tokens, in their order.
 
     Those of the options that a caller has ``given`` stay: "rotary" or "window". The smallest one
     has `NEAR`, larger ones four times that: a class may divide one by another. The window of a
     tower may be in pixels: it then has two patches on each side, as merged.
     """
+    return _shrink(values, given, min(_list_far_windows(values), default=0))
+
+
+def _list_far_windows(values: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _list_far_windows(value)
+        elif _is_far(name, value) and "original" not in str(name):
+            yield value
+
+
+def _is_far(name: str, value: Any) -> bool:
+    return isinstance(value, int) and value > LONG // 2 and FAR.search(str(name)) is not None
+
+
+def _shrink(values: Mapping[str, Any], given: Collection[str], smallest: int) -> dict[str, Any]:
     near: dict[str, Any] = {}
     patch, merged = values.get("patch_size"), values.get("spatial_merge_size")
-    smallest = min((x for name, x in values.items() if _is_far_window(name, x)), default=0)
     for name, value in values.items():
         number, option = NEAR if value == smallest else 4 * NEAR, "window"
         if "original" in str(name):
@@ -261,20 +287,12 @@ def shrink_far_settings(values: Mapping[str, Any], given: Collection[str] = ()) 
         elif isinstance(patch, int):
             number = 2 * patch * (merged if isinstance(merged, int) else 1)
         if isinstance(value, Mapping):
-            near[name] = shrink_far_settings(value, given)
+            near[name] = _shrink(value, given, smallest)
         elif _is_far(name, value):
             near[name] = value if option in given else min(value, number)
         else:
             near[name] = value
     return near
-
-
-def _is_far(name: str, value: Any) -> bool:
-    return isinstance(value, int) and value > LONG // 2 and bool(FAR.search(str(name)))
-
-
-def _is_far_window(name: str, value: Any) -> bool:
-    return _is_far(name, value) and "original" not in str(name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -347,6 +365,8 @@ class ProbedClass:
             return Probe(f"{name}{suffix}", config, call, real, is_near, positions)
 
         given = [record(skeleton.owners[0], *read_given(self.inputs))] if self.inputs else []
+        for each in given:
+            each.require_tokens()
         given = [each for each in given if only in ("", each.name)]
         for run, is_mixed in list_runs(skeleton.owners):
             probes: list[Probe] = []
