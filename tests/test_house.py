@@ -32,7 +32,7 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 6_230,
+    "checkpoints": 6_240,
     "cli": 1_990,
     "diagnosis": 13_350,
     "function": 4_050,
