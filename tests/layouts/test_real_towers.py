@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, str, Rotary]] = {
     "nemotron-audio": (
         "nemotron3_5_transcribe_asr_audio",
         "layers.1.self_attn.",
-        Rotary(10_000.0, 16),
+        Rotary(10_000.0, 8),
     ),
     "cosmos3": (
         "cosmos3_omni",
