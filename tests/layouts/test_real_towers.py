@@ -1,4 +1,4 @@
-"""Layouts of towers that turn by row and column: the real classes, by the proof of a load."""
+"""Layouts of towers and encoders: the real classes, by the proof of a load."""
 
 from pathlib import Path
 
@@ -24,6 +24,11 @@ CASES: dict[str, tuple[str, str, Rotary]] = {
         "gemma4_vision",
         "encoder.layers.1.self_attn.",
         Rotary.of_plane(100.0, 16, order="parts"),
+    ),
+    "nemotron-audio": (
+        "nemotron3_5_transcribe_asr_audio",
+        "layers.1.self_attn.",
+        Rotary(10_000.0, 8),
     ),
     "cosmos3": (
         "cosmos3_omni",

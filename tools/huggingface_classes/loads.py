@@ -246,7 +246,7 @@ def _outcome_of_tower(
             by_name.setdefault(call.layer, []).append((call, call.state, call.outputs))
     is_turned = layer.rotary is not None and layer.rotary.axis_count > 1
     for name, of_layer in by_name.items():
-        attention = model.get_submodule(name)
+        attention = model.get_submodule(name.partition(" (")[0])
         call, state, theirs = of_layer[0]
         is_row = state.dim() == 2
         is_same = any(torch.equal(layer.out_proj.weight, x) for x in attention.parameters())

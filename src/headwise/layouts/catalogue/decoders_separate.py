@@ -180,6 +180,15 @@ _LLAMAS = (
         note="Llama's attention. Kyutai's speech to text too",
     ),
     describe_layout(
+        name="nemotron-audio",
+        tensors=projections("q_proj k_proj v_proj o_proj", kv_heads="kv_heads")
+        | head_norms("q_norm", "k_norm", bias=True),
+        where={"self": "layers.{layer}.self_attn."},
+        function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), qk_norm=NormRule("layer")),
+        model="nemotron3_5_transcribe",
+        note="the encoders of Nemotron 3.5 Transcribe",
+    ),
+    describe_layout(
         name="cosmos3",
         tensors=projections("to_q to_k to_v to_out", kv_heads="kv_heads")
         | head_norms("norm_q", "norm_k"),
