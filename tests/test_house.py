@@ -39,7 +39,7 @@ MOST_LINES_OF_A_ROOM = {
     "function": 4_340,
     "huggingface": 900,
     "identify": 5_400,
-    "layers": 4_950,
+    "layers": 5_000,
     "layouts": 5_380,
     "masks": 2_400,
     "matrix": 2_400,
@@ -49,7 +49,7 @@ MOST_LINES_OF_A_ROOM = {
     "sharding": 2_800,
     "study": 4_950,
     "support": 1_230,
-    "surgery": 4_660,
+    "surgery": 4_670,
 }
 # Letters of a module's name, which is read with its folder.
 MOST_LETTERS, MOST_LETTERS_OF_NINE_IN_TEN, MEDIAN_LETTERS = 20, 14, 9

@@ -18,11 +18,11 @@ READ: dict[str, tuple[str, ...]] = {
     "gemma3_text": ("use_bidirectional_attention=true", "rope_theta of v4", "rope_scaling of v4"),
     "gpt_neox": ("rope_parameters left out",),
     "mpt": ("attn_config.clip_qkv=0.3",),
+    "deberta-v2": ('pos_att_type=["c2p", "p2c"]', "relative_attention=true"),
 }
 REFUSED: dict[str, tuple[str, ...]] = {
     "cohere": ("use_qk_norm=true",),
     "stablelm": ("qk_layernorm=true",),
-    "deberta-v2": ('pos_att_type=["c2p", "p2c"]', "relative_attention=true"),
     "mpt": ("attn_config.softmax_scale=0.5",),
     "mvp": ("use_prompt=true",),
 }
@@ -56,7 +56,8 @@ def test_a_rotation_by_rows_and_columns_is_refused() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "value", "kind", "field"),
     [
-        (config, "_FORMS", {"use_prompt": "score_bias"}, "deberta-v2", "pos_att_type"),
+        (config, "_FORMS", {}, "mvp", "use_prompt"),
+        (config, "read_place_terms", lambda _: (), "deberta-v2", "pos_att_type"),
         (config, "_TWO_SIDED", (), "gemma3_text", "use_bidirectional_attention"),
         (config, "LOCAL_THETAS", {}, "gemma3_text", "rope_theta"),
         (config, "DEFAULTS", {}, "granite", "attention_multiplier"),

@@ -14,6 +14,7 @@ from headwise.function.differential import (
     subtract_pairs,
     usual_init,
 )
+from headwise.surgery import LayerCut, cut_layer
 from tests.refusals import refusals
 
 HEADS, KV_HEADS, WIDTH = 8, 4, 6
@@ -90,6 +91,11 @@ REFUSED = {
         lambda: Attention(24, 4, differential=0.2),
         OptionError,
         ["differential=0.2", "DifferentialRule"],
+    ),
+    "another order of heads": (
+        lambda: cut_layer(LayerCut(4, 4).keep([1, 0, 2, 3]), Attention(24, 4, differential=RULE)),
+        OptionError,
+        ["differential attention, which is of pairs"],
     ),
     "tensors without the option": (
         lambda: Attention.from_layout(

@@ -131,12 +131,7 @@ class Take(Step):
     def require_function(self, spec: AttentionSpec) -> None:
         if len(self.heads) < self.total or len({*self.kv_heads}) < len(self.kv_heads):
             _require_own_channels(self, spec, is_fewer=len(self.heads) < self.total)
-        if spec.pairs is not None:
-            raise OptionError(
-                saw="heads at other places in differential attention, whose heads are in pairs",
-                needed="a layer in which each head has outputs of its own",
-                do="leave this layer whole",
-            )
+        _require_single_heads(spec)
         if isinstance(spec.score_bias, AlibiRule) and self.heads != tuple(range(self.total)):
             raise OptionError(
                 saw=f"heads at other places under ALiBi, whose slopes follow from {self.total} "
@@ -208,6 +203,7 @@ class Merge(Step):
         return _round(merged, state)
 
     def require_function(self, spec: AttentionSpec) -> None:
+        _require_single_heads(spec)
         _require_own_channels(self, spec)
         _require_maps((self.key, self.query), (self.value,), spec)
 
@@ -247,12 +243,21 @@ class Basis(Step):
         _require_maps((self.key,), (self.value,), spec)
 
 
+def _require_single_heads(spec: AttentionSpec) -> None:
+    if spec.pairs is not None:
+        raise OptionError(
+            saw="other heads or places of heads in differential attention, which is of pairs",
+            needed="a layer in which each head has outputs of its own",
+            do="leave this layer whole",
+        )
+
+
 def require_free_values(spec: AttentionSpec) -> None:
     """Raise OptionError where something tells the channels of values apart."""
     if str(spec.output_gate).startswith("channel"):
         raise _channels_differ("values", "an output gate for each channel")
     has_norm = isinstance(spec.values, ValueRule) and spec.values.eps is not None
-    if has_norm or spec.output_norm is not ABSENT:
+    if has_norm or spec.output_norm is not ABSENT or spec.pairs is not None:
         raise _channels_differ("values", "a norm of values or head outputs")
     if spec.clip is not ABSENT:
         raise _channels_differ("values", "projections that are clipped")
