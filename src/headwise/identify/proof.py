@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from headwise.checkpoints.description import Checkpoint
-from headwise.checkpoints.loading import LoadTrial, ProvedReading, StoredReading
+from headwise.checkpoints.loading import LoadTrial, ProvedReading
+from headwise.checkpoints.readings import StoredReading
 from headwise.checkpoints.skeleton import NotRunError
 from headwise.errors import UndecidedError
 from headwise.identify.candidates import CandidateLayout, LayoutGroup
