@@ -32,7 +32,7 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 6_010,
+    "checkpoints": 6_020,
     "cli": 1_990,
     "diagnosis": 13_350,
     "function": 4_050,
@@ -43,12 +43,12 @@ MOST_LINES_OF_A_ROOM = {
     "masks": 2_400,
     "matrix": 2_400,
     "models": 700,
-    "reports": 3_000,
+    "reports": 3_010,
     "scanning": 9_600,
     "sharding": 2_800,
     "study": 4_950,
     "support": 1_140,
-    "surgery": 4_650,
+    "surgery": 4_990,
 }
 # Letters of a module's name, which is read with its folder.
 MOST_LETTERS, MOST_LETTERS_OF_NINE_IN_TEN, MEDIAN_LETTERS = 20, 14, 9
