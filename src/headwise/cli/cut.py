@@ -187,10 +187,7 @@ class _Command:
             [StoredSubject, output.Progress], tuple[StoredSubject, PruningPlan | RegroupPlan]
         ],
     ) -> None:
-        """Print the plan of a cut; then measure it, and write the folder and the page.
-
-        ``call`` does the same from Python, in `headwise.surgery`.
-        """
+        """Print a plan, measure it, write folder and page; ``call`` does the same from Python."""
         start, console = time.perf_counter(), output.make_console(stderr=True)
         with output.progress_bar(console, "loading torch") as progress:
             from headwise.reports.surgery import render_cut
@@ -223,10 +220,9 @@ class _Command:
             "the same cut at full size",
             f"form {written.form}: {'; '.join(loading)}",
         ]
-        values: dict[str, Any] = {"schema": SCHEMA, **result.values(), "costs": costs.values()}
-        values |= {"folder": str(written.folder), "form": written.form, "loading": loading}
+        values = {"schema": SCHEMA, **result.values(), "costs": costs.values(), "loading": loading}
+        values |= {"folder": str(written.folder), "form": written.form, "changes": written.changes}
         values |= {"bytes": written.nbytes, "bytes_before": written.nbytes_before}
-        values |= {"changes": written.changes}
         output.print_result(
             page,
             start=start,

@@ -199,7 +199,7 @@ class Pruning(Measured):
 
     @property
     def way(self) -> str:
-        """What stands in for the heads that are gone, in words."""
+        """Words for the repair."""
         fitted = sum(each.ridge is not None for each in self.decisions.values())
         total = len(self.decisions)
         refits = f": fitted in {fitted} of {total} layers" if total else ""

@@ -160,7 +160,7 @@ class Regrouping(Measured):
 
     @property
     def way(self) -> str:
-        """How kv heads became one, in words."""
+        """Words for the merge."""
         return WORDS[self.plan.how]
 
     def __str__(self) -> str:

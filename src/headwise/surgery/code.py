@@ -133,11 +133,11 @@ def pack_code(
     if not is_off:
         return pack_in_memory(place, state, sizes)
     state = add_biases(state, () if "bo" in state else ("bo",))
-    one, two = (
+    once, twice = (
         {name: _repeat_first(name, x, count) for name, x in state.items()} for count in (1, 2)
     )
-    wider, left = pack_in_memory(place, two, sizes), dict[str, Tensor]()
-    for name, x in pack_in_memory(place, one, sizes).items():
+    wider, left = pack_in_memory(place, twice, sizes), dict[str, Tensor]()
+    for name, x in pack_in_memory(place, once, sizes).items():
         if name.startswith(f"{place.projections['o']}."):
             pairs = zip(x.shape, wider[name].shape, strict=True)
             left[name] = x[tuple(slice(n if n == m else 0) for n, m in pairs)]

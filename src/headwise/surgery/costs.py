@@ -24,7 +24,7 @@ Pair = tuple[float, float]  # before and after
 
 @dataclass(frozen=True)
 class Costs:
-    """What a model costs before and after a cut; times are medians of interleaved runs.
+    """Sizes and times of a model before and after a cut; times are medians of interleaved runs.
 
     Attributes:
         parameters, nbytes: their numbers.

@@ -55,6 +55,7 @@ from headwise.checkpoints.transformers import (
 )
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.function.budget import Budget
+from headwise.function.rounding import default_tolerance
 from headwise.function.weights import State
 from headwise.layouts import registry
 from headwise.layouts.plan import ConversionStep, make_copy_step
@@ -84,9 +85,6 @@ LOADS: Mapping[Form, str] = {
     "full": "plain transformers",
     "headwise": "headwise.surgery.load",
 }
-# Units of rounding of the largest output. What is farther apart is compared with the error budget,
-# whose run in float64 takes several times the memory of the model.
-NEAR = 128
 WEIGHTS = (SAFETENSORS, *TORCH, *FOREIGN, INDEX)
 ORIGINAL = "the folder of the model as save_pretrained wrote it"
 
@@ -541,14 +539,13 @@ def check_folder(
     """
     folder = Path(folder)
     find_trusted_code(folder, read_config(folder), trusted=trust_remote_code)
-    form = read_form(folder)
+    form, kind = read_form(folder), find_loader(folder, model)
     script = f"TRUSTED = {trust_remote_code or form == 'code'}\n"
     script += (HEADWISE if form == "headwise" else PLAIN) + RUN
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     with tempfile.TemporaryDirectory() as made:
         given, output = Path(made, "inputs.safetensors"), Path(made, "output.safetensors")
         save_file({name: x.detach().cpu().contiguous() for name, x in inputs.items()}, given)
-        kind = find_loader(folder, model)
         arguments = [str(folder), kind, dtype, str(given), str(output)]
         done = subprocess.run(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
@@ -560,7 +557,8 @@ def check_folder(
         expected = model(**inputs)[0]
     if stored.shape == expected.shape:
         apart = float((stored.double() - expected.double()).abs().max())
-        if apart <= NEAR * torch.finfo(expected.dtype).eps * float(expected.abs().max()):
+        # the error budget runs in float64, which takes several times the memory of the model
+        if apart <= default_tolerance(expected.dtype) / 32 * float(expected.abs().max()):
             return apart
     verdict = output_budget(model, inputs).check(stored) if stored.shape == expected.shape else None
     if not verdict:

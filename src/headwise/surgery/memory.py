@@ -115,16 +115,13 @@ def cut_model(cut: Cut, model: nn.Module, *, share: bool = False) -> Any:
             made.set_submodule(name.rstrip("."), smaller)
         return made
     shapes, changed = dict[str, State](), dict[str, Tensor]()
-    for name, layer in fitted:  # one after another, since each is held twice meanwhile
-        state = layer.apply(heads.canonical(name), heads.specs[name])
+    for name, _ in fitted:  # one after another, since each is held twice meanwhile
+        state = heads.read(name, fitted)
         shapes[name] = {tensor: x.to("meta") for tensor, x in state.items()}
         changed |= heads.pack({name: state})
     config = find_plain_config(heads, shapes.items())
     for name, biases in ({} if config.obstacle else config.biases).items():
-        state = heads.canonical(name)
-        if name in fitted.layers:
-            state = fitted.layers[name].apply(state, heads.specs[name])
-        changed |= heads.pack({name: add_biases(state, biases)})
+        changed |= heads.pack({name: add_biases(heads.read(name, fitted), biases)})
     made = copy.deepcopy(model, shared)
     resize(made, heads, fitted, changed)
     if config.obstacle:

@@ -191,6 +191,11 @@ class ModelHeads(HeadPlaces):
             return canonical_state(self.layers[name], self.layers[name].state_dict())
         return self.places[name].read(self.state)
 
+    def read(self, name: str, cut: Cut) -> State:
+        """Return the canonical tensors of one attention after a fitted cut."""
+        layer, state = cut.layers.get(name), self.canonical(name)
+        return state if layer is None else layer.apply(state, self.specs[name])
+
     def pack(self, states: Mapping[str, State]) -> dict[str, Tensor]:
         """Return the tensors of layers that are others than the model's, by their names in it."""
         changed: dict[str, Tensor] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -59,7 +59,7 @@ class StoredSubject:
     held_out: list[dict[str, Tensor]]  # inputs to measure on
     note: str  # the number of sequences of the text, as a sentence
     trust_remote_code: bool = False  # True if code in the folder may run
-    fixed: frozenset[str] = frozenset()  # names of layers whose heads are zeroed, not taken out
+    fixed: Collection[str] = ()  # names of layers whose heads are zeroed, not taken out
 
     @property
     def journal(self) -> Path:
@@ -87,11 +87,8 @@ class StoredSubject:
         """
         require_share(keep)
         heads = ModelHeads(self.stored.model)
-        fixed = [name for name in heads.specs if not can_leave(heads, name)]
-        note = f"{self.note}\n{len(fixed)} of {len(heads.specs)} layers keep their size, such as "
-        note = f"{note}{fixed[0]}: heads are zeroed there" if fixed else self.note
-        self = replace(self, note=note, fixed=frozenset(fixed))
-        whole, shifted = heads.whole(), heads.whole()
+        self, whole = self._with_fixed_layers(heads), heads.whole()
+        shifted = whole
         if repair != "zero":
             widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
             shifted = Cut({n: cut.shift(torch.ones(widths[n])) for n, cut in whole})
@@ -118,6 +115,13 @@ class StoredSubject:
         if self.form == "auto":
             return subject._settle_form(plan, obstacle)
         return subject, plan
+
+    def _with_fixed_layers(self, heads: ModelHeads) -> StoredSubject:
+        """Return this with a note on the layers whose function allows no other number of heads."""
+        if not (fixed := [name for name in heads.specs if not can_leave(heads, name)]):
+            return self
+        note = f"{self.note}\n{len(fixed)} of {len(heads.specs)} layers keep their size, such as "
+        return replace(self, note=f"{note}{fixed[0]}: heads are zeroed there", fixed={*fixed})
 
     def _require_bias(self, shifted: Cut) -> None:
         try:
