@@ -23,7 +23,8 @@ PAGES = [
     *sorted(PACKAGE.rglob("*.md")),
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-PROGRAMS = [*PAGES, ROOT / "docs" / "viewer.ipynb", *sorted(ROOT.glob("examples/**/*.py"))]
+NOTEBOOKS = sorted(ROOT.joinpath("docs").rglob("*.ipynb"))
+PROGRAMS = [*PAGES, *NOTEBOOKS, *sorted(ROOT.glob("examples/**/*.py"))]
 
 # What the reader makes, and files of other projects.
 PLACEHOLDERS = re.compile(r"your_|NAME|NN-name|^script\.py$")

@@ -1,6 +1,7 @@
-"""The notebook of the documentation, run by a kernel; and a kernel that answers the page."""
+"""The notebooks of the documentation, run by a kernel; and a kernel that answers the page."""
 
 import ast
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
+from tests.quick import others_extra
 from tests.root import ROOT
 
 NOTEBOOK = ROOT / "docs" / "viewer.ipynb"
@@ -34,6 +36,30 @@ def test_the_notebook_runs_and_shows_the_widget() -> None:
     assert "<img" in outputs[3][0]["data"]["text/html"]
     assert "ScanDiff(" in outputs[4][0]["data"]["text/html"]
     assert "image/png" in outputs[5][0]["data"]
+
+
+def outputs_without_numbers(notebook: Any) -> list[list[Any]]:
+    """The text of each output, in which numbers may differ between machines, or its kinds."""
+    return [
+        [
+            re.sub(r"(?m)[-+]?\d[\d.,]*|^.*\bmore: .*$", "#", each.get("text", ""))
+            or sorted(each["data"].keys() - {"text/html"})
+            for each in cell.outputs
+        ]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", others_extra(("look", "port", "smaller"), "look", "port"))
+def test_a_notebook_has_the_outputs_of_its_cells(name: str) -> None:
+    text = ROOT.joinpath("docs", "notebooks", f"{name}.ipynb").read_text("utf-8")
+    notebook = nbformat.reads(text, as_version=4)
+    committed = outputs_without_numbers(notebook)
+    assert all(committed), "a cell without an output"
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute(cwd=str(ROOT))
+    assert outputs_without_numbers(notebook) == committed
 
 
 MOST_LINES = 25  # of an error

@@ -26,6 +26,7 @@ API: dict[str, Any] = json.loads(ROOT.joinpath("docs", "api.json").read_text("ut
 INDEX = "reference/index.md"
 # The pages about causes are in the package, since `compare` names them to its users.
 CAUSES = "src/headwise/diagnosis/causes/pages/"
+NOTEBOOKS = ROOT / "docs" / "notebooks"
 LOG = "log.md"
 LISTS = {
     "catalogue.md",
@@ -52,7 +53,7 @@ PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)#]+)\.png\)")
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: object) -> Files:
-    """Add the pages about causes, as causes/NAME.md, and the live pages of the viewer."""
+    """Add the pages about causes, as causes/NAME.md, notebooks with outputs, and live pages."""
     pages = {
         live_pages.HEADS: live_pages.render_heads,
         live_pages.TWO_MODELS: live_pages.render_two_models,
@@ -61,7 +62,28 @@ def on_files(files: Files, config: MkDocsConfig, **_: object) -> Files:
         files.append(File.generated(config, name, content=render()))
     for path in sorted(ROOT.joinpath(CAUSES).glob("*.md")):
         files.append(File.generated(config, f"causes/{path.name}", abs_src_path=str(path)))
+    for path in [*sorted(NOTEBOOKS.glob("*.ipynb")), NOTEBOOKS.parent / "viewer.ipynb"]:
+        link = path.name if path.parent == NOTEBOOKS else f"../{path.name}"
+        page = notebook_page(json.loads(path.read_text("utf-8")), link)
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page))
     return files
+
+
+def notebook_page(notebook: dict[str, Any], link: str) -> str:
+    """The cells of a notebook with their outputs, and a link to the file."""
+    blocks = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        blocks.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in data:
+                image = "".join(data["image/png"]).replace("\n", "")
+                source = f"data:image/png;base64,{image}"
+                blocks.append(f'<img alt="The figure that the cell above draws" src="{source}">')
+            else:
+                blocks.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
+    return "\n\n".join([*blocks, f"[The notebook as a file]({link})"]) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
