@@ -73,8 +73,10 @@ def load_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
             if kind == REFUSED and "no made-up input runs" in why:
                 kind, why = _outcome(beside, prefix, calls, positions, sources)
                 why = WITH_INPUTS if kind == LOADED else why
-            elif kind == LOADED:
-                kind, why = _outcome_of_tower(alone.load(0, prefix), stored, given, calls)
+            if kind == LOADED:
+                layer = (beside if why == WITH_INPUTS else alone).load(0, prefix)
+                kind, other = _outcome_of_tower(layer, stored, given, calls)
+                why = why if kind == LOADED else other
             outcomes.append((kind, why))
     if not outcomes:
         return _outcome(alone, None, calls, positions, sources)
