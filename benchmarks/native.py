@@ -12,6 +12,9 @@ from benchmarks import peers
 from benchmarks.agreement import require_agreement
 from benchmarks.case import ONE_TOKEN, SHAPES, Case, Make, Shape, step
 from headwise import Attention, Mask, Rotary
+from headwise.layers.linear import apply_linear
+from headwise.support import private_torch
+from headwise.support.processor import product_here
 
 NO_BIAS: dict[str, Any] = dict.fromkeys(["q_bias", "k_bias", "v_bias", "out_bias"], False)
 PADDED = (32, 512, 512, 8)
@@ -126,6 +129,21 @@ def _projections(tokens: int) -> Case:
     )
 
 
+def _product(shape: Shape) -> Case:
+    """Compare the product of this processor with both: above 1, its rule is wrong here."""
+    batch, length, embed_dim, _ = shape
+    x, layer = torch.randn(batch, length, embed_dim), nn.Linear(embed_dim, embed_dim)
+    given = (x, layer.weight.detach(), layer.bias.detach())
+    products: dict[str, Any] = {"F.linear": nn.functional.linear}
+    if private_torch.HAS_ONEDNN_LINEAR:
+        products["oneDNN"] = private_torch.onednn_linear
+    peers = {name: partial(product, *given) for name, product in products.items()}
+    name = f"{batch * length} of {embed_dim}"
+    return Case(
+        f"product, {product_here().why}", name, partial(apply_linear, *given), {**peers}, None
+    )
+
+
 def _mode(training: bool) -> str:
     return "training" if training else "inference"
 
@@ -140,6 +158,7 @@ def _makers() -> list[Make]:
             partial(_padded, fill, in_inference, training=False),
             partial(_padded, fill, in_training, training=True),
         ]
+    makers += [partial(_product, shape) for shape in SHAPES]
     return [*makers, _decode, _window, *(partial(_projections, n) for n in TOKENS)]
 
 

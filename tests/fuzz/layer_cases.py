@@ -79,16 +79,7 @@ def draw_layer(
     else:
         _places(chance, given, options, decodes=decodes, told=told)
     if not has_latent and chance.maybe(0.3):
-        place = chance.choose(("before", "before", "after"))
-        norm = {
-            "kind": chance.choose(("rms", "rms", "layer")),
-            "over": "head" if place == "after" else chance.choose(("head", "width")),
-            "place": place,
-            "one_plus": chance.maybe(),
-            "eps": 1e-6,
-            "has_weight": place == "before" or chance.maybe(),
-        }
-        given["qk_norm"], options["norm"] = QKNorm(**norm), norm
+        _draw_qk_norm(chance, given, options)
     torch.manual_seed(chance.between(0, 2**31))
     layer = Attention(embed_dim, heads, **given, dtype=torch.float64)
     with torch.no_grad():
@@ -98,6 +89,19 @@ def draw_layer(
     _numbers(layer, options)
     said = {name: value for name, value in given.items() if value not in (None, False)}
     return Drawn(layer, options, f"Attention({embed_dim}, {heads}, {said}) {dtype}")
+
+
+def _draw_qk_norm(chance: Chance, given: dict[str, Any], options: dict[str, Any]) -> None:
+    place = chance.choose(("before", "before", "after"))
+    norm = {
+        "kind": chance.choose(("rms", "rms", "layer")),
+        "over": "head" if place == "after" else chance.choose(("head", "width")),
+        "place": place,
+        "one_plus": chance.maybe(),
+        "eps": 1e-6,
+        "has_weight": place == "before" or chance.maybe(),
+    }
+    given["qk_norm"], options["norm"] = QKNorm(**norm), norm
 
 
 def _draw_output_norm(chance: Chance, given: dict[str, Any], options: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from headwise.function.stages import scores, split_heads
 from headwise.function.temperature import query_factors
 from headwise.layers import base, checks, conversion, hooks, latent, packing
 from headwise.layers.cache import Cache
-from headwise.layers.linear import LayerExplanation, projection_line
+from headwise.layers.linear import LayerExplanation, project, projection_line
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
 from headwise.masks.mask import NO_MASK, Mask, require_mask_type
@@ -45,7 +45,8 @@ def _project(layer: Attention, tokens: packing.Unpacked) -> tuple[Tensor, Tensor
     if layer.latent is not None:
         q, stored = latent.project(layer, tokens)
         return q, stored, stored[..., :0]  # a cache holds no values beside them
-    q, k, v = layer.q_proj(tokens.x), layer.k_proj(tokens.source), layer.v_proj(tokens.source)
+    q, k = project(layer.q_proj, tokens.x), project(layer.k_proj, tokens.source)
+    v = project(layer.v_proj, tokens.source)
     place = None if layer.qk_norm is None else (layer.qk_norm.over, layer.qk_norm.place)
     if place == ("width", "before"):
         q, k = _normalise(layer, q, k)
@@ -145,7 +146,7 @@ def _finish_outputs(layer: Attention, outputs: Tensor, x: Tensor) -> Tensor:
     if layer.output_gate is None or layer.gate_proj is None:
         return outputs
     heads, width = layer._head_counts[0], gate_width(layer.output_gate, layer.value_dim)
-    gates = open_gates(layer.gate_proj(x), layer.output_gate)
+    gates = open_gates(project(layer.gate_proj, x), layer.output_gate)
     factors = checks.split_projection("gate_proj", gates, "heads", heads, width)
     return outputs * factors.to(outputs.dtype)
 
@@ -376,7 +377,7 @@ class Attention(base.AttentionBase):
             form = latent.describe_form(self, *matrix.shape[2:], has_cache=cache is not None)
             expanded = matrix.shape[3] * len(matrix.k) * (not form.startswith("absorbed"))
             counts |= {"k_proj": expanded, "v_proj": expanded}
-        lines = [projection_line(name, getattr(self, name), n) for name, n in counts.items()]
+        lines = [projection_line(name, getattr(self, name), n, x) for name, n in counts.items()]
         return LayerExplanation(line, tuple(lines), matrix.explain(v), form=form)
 
     # ---- weights and caches -------------------------------------------------------------------

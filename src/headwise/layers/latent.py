@@ -12,7 +12,7 @@ from headwise.function import latent as formulas
 from headwise.function.latent import scale_latent
 from headwise.function.stages import split_heads
 from headwise.function.temperature import query_factors
-from headwise.layers import checks, packing
+from headwise.layers import checks, linear, packing
 from headwise.layers.base import AttentionBase
 from headwise.layers.hooks import has_attention_hook
 from headwise.matrix.operator import AttentionMatrix
@@ -49,7 +49,10 @@ class Product(NamedTuple):
 
 def project(layer: AttentionBase, tokens: packing.Unpacked) -> tuple[Tensor, Tensor]:
     """Return rotated queries of each head, and [k_r | c] (batch, 1, keys, width)."""
-    heads, queries = layer._head_counts[0], layer.q_proj(compress_queries(layer, tokens.x))
+    heads, queries = (
+        layer._head_counts[0],
+        linear.project(layer.q_proj, compress_queries(layer, tokens.x)),
+    )
     q = checks.split_projection("q_proj", queries, "heads", heads, layer.head_dim)
     assert layer.shared_k_proj is not None
     shared = layer.shared_k_proj(tokens.source)[:, None]
@@ -81,7 +84,7 @@ def compress_queries(layer: AttentionBase, x: Tensor) -> Tensor:
     latent = layer.latent
     if latent is None or layer.q_latent_proj is None or layer.q_latent_norm is None:
         return x
-    a: Tensor = layer.q_latent_norm(layer.q_latent_proj(x))
+    a: Tensor = layer.q_latent_norm(linear.project(layer.q_latent_proj, x))
     return scale_latent(latent, a, layer.embed_dim)
 
 
@@ -89,7 +92,7 @@ def compress_source(layer: AttentionBase, source: Tensor) -> Tensor:
     """Return what keys and values are projected from: their latent c, or ``source`` itself."""
     if layer.latent is None or layer.kv_latent_proj is None:
         return source
-    c: Tensor = layer.kv_latent_proj(source)
+    c = linear.project(layer.kv_latent_proj, source)
     if layer.kv_latent_norm is not None:
         c = layer.kv_latent_norm(c)
     return scale_latent(layer.latent, c, layer.embed_dim)
@@ -112,8 +115,9 @@ def _expand(layer: AttentionBase, stored: Tensor) -> tuple[Tensor, Tensor]:
     assert layer.latent is not None
     width, kv_heads = layer.latent.shared_width, layer._head_counts[1]
     shared, c, key_dim = stored[..., :width], stored[:, 0, :, width:], layer.head_dim - width
-    k = checks.split_projection("k_proj", layer.k_proj(c), "kv_heads", kv_heads, key_dim)
-    v = checks.split_projection("v_proj", layer.v_proj(c), "kv_heads", kv_heads, layer.value_dim)
+    k, v = (linear.project(each, c) for each in (layer.k_proj, layer.v_proj))
+    k = checks.split_projection("k_proj", k, "kv_heads", kv_heads, key_dim)
+    v = checks.split_projection("v_proj", v, "kv_heads", kv_heads, layer.value_dim)
     return torch.cat((shared.expand(-1, kv_heads, -1, -1), k), -1), v
 
 

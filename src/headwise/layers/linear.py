@@ -1,10 +1,12 @@
 """Linear projections of a layer: their product, and the report on a pass.
 
-Products are `torch.nn.functional.linear`, or oneDNN's where that is faster. For float32 on CPU,
-oneDNN's matrix product was 5 to 20 % faster than the BLAS call behind F.linear on one machine, and
-twice as fast on another, forward and backward (docs/log.md). Large products of plain tensors in
-eager mode use it. Everything else (few tokens, tracing, autocast, tensor subclasses, torch.func)
-uses F.linear, with the same result within rounding.
+Products are `torch.nn.functional.linear`, or oneDNN's where that is faster: large float32 products
+of plain tensors in eager mode, on processors that `headwise.support.processor` names. Everything
+else (few tokens, tracing, autocast, tensor subclasses, torch.func) uses F.linear, with the same
+result within rounding.
+
+A projection of the native layer is a module that is called. Where oneDNN's product serves and
+nothing can observe the call, `project` computes the product of its weight and bias in its place.
 
 A bias of another dtype is added to the product and leaves its dtype alone, as in
 `torch.nn.MultiheadAttention`. F.linear accepts such a bias for some strides of ``x`` only.
@@ -22,12 +24,51 @@ from torch.overrides import has_torch_function
 
 from headwise.matrix.kernels.dispatch import Explanation
 from headwise.support import private_torch
+from headwise.support.processor import product_here
 from headwise.support.tracing import is_autocast_enabled, is_recording_operators
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Multiply-adds from which oneDNN is used: below, it takes 1.04 to 2.7 times F.linear's time (one to
 # 64 tokens of width 768), above 0.7 to 1.0 of it (docs/log.md).
 PAYS_FROM = 2**25
+
+
+# Classes of projections that only multiply.
+_LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def project(projection: nn.Module, x: Tensor) -> Tensor:
+    """Call a projection; where nothing can observe that, compute its product alone."""
+    is_plain = type(projection) in _LINEARS and type(x) is Tensor
+    weight = projection._parameters.get("weight") if is_plain else None
+    if weight is None or torch.compiler.is_compiling() or x.numel() * len(weight) < PAYS_FROM:
+        output: Tensor = projection(x)
+    elif not has_fast_product() or _is_observed(projection):
+        output = projection(x)
+    else:
+        output = apply_linear(x, weight, projection._parameters["bias"])
+    return output
+
+
+def has_fast_product() -> bool:
+    """True if large products are oneDNN's on this processor."""
+    return private_torch.HAS_ONEDNN_LINEAR and product_here().product == "onednn"
+
+
+def _is_observed(projection: nn.Module) -> bool:
+    """True if somebody may see, or change, a call of this module."""
+    parameters = projection._parameters
+    is_plain = parameters.keys() == {"weight", "bias"} and all(
+        parameter is None or type(parameter) is nn.Parameter for parameter in parameters.values()
+    )
+    return (
+        not is_plain
+        or torch.nn.functional.linear is not linear
+        or private_torch.is_call_replaced(projection)
+        or private_torch.has_module_hooks(projection)
+        or private_torch.is_recorded()
+        or is_recording_operators()
+    )
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -74,7 +115,7 @@ class _Linear(torch.autograd.Function):
 def _is_supported_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return (
-        private_torch.HAS_ONEDNN_LINEAR
+        has_fast_product()
         and bool(torch.backends.mkldnn.enabled)
         # has_torch_function is False for DTensor and other subclasses of torch.
         and all(type(t) in _PLAIN for t in tensors)
@@ -113,16 +154,21 @@ class LayerExplanation:
     __repr__ = __str__
 
 
-def product_line(name: str, kind: str, tokens: int, widths: tuple[int, int]) -> str:
-    cost = f"{2 * tokens * widths[0] * widths[1] / 1e9:.2g} GFLOP"
-    return f"{name:<22} {kind:<10} {cost:<12} {widths[0]} to {widths[1]}"
+def product_line(name: str, kind: str, tokens: int, widths: tuple[int, int], like: Tensor) -> str:
+    """Return the line of a product; ``like`` has its dtype and device."""
+    count = tokens * widths[0] * widths[1]
+    line = f"{name:<22} {kind:<10} {f'{2 * count / 1e9:.2g} GFLOP':<12} {widths[0]} to {widths[1]}"
+    if count < PAYS_FROM or like.dtype != torch.float32 or like.device.type != "cpu":
+        return line
+    by = "oneDNN" if has_fast_product() else "F.linear"
+    return f"{line}, by {by}: {product_here().why}"
 
 
-def projection_line(name: str, projection: nn.Module, tokens: int) -> str:
+def projection_line(name: str, projection: nn.Module, tokens: int, like: Tensor) -> str:
     kind = type(projection).__name__
     inner, outer = (getattr(projection, f"{end}_features", None) for end in ("in", "out"))
     if inner is None or outer is None:
         return f"{name:<22} {kind}"
     # A module that computes a part of its widths has these in an attribute.
     widths = getattr(projection, "computed_widths", (inner, outer))
-    return product_line(name, kind, tokens, widths)
+    return product_line(name, kind, tokens, widths, like)

@@ -20,6 +20,7 @@ from headwise.errors import MaskError
 from headwise.layers.base import HeadPart
 from headwise.layers.cache import Cache, CachedKeys
 from headwise.layers.hooks import has_attention_hook
+from headwise.layers.linear import project
 from headwise.masks.bound import zero_padding
 from headwise.masks.clause import MatrixSizes, Rectangle, Span
 from headwise.masks.clauses.dense import Dense
@@ -109,8 +110,7 @@ class Unpacked:
         return self.mask if starts is None else self.mask & Mask.starts(keys=starts)
 
     def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
-        output: Tensor = projection(merged)
-        return output
+        return project(projection, merged)
 
     @classmethod
     def of(cls, call: CallInputs) -> Unpacked:
@@ -190,7 +190,7 @@ class Packed(Unpacked):
     def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
         merged = torch.cat([merged, merged.new_zeros(1, 1, merged.shape[2])], dim=1)
         lengths = [piece.queries.size for piece in self.pieces]
-        *tokens, blank = projection(merged)[0].split([*lengths, 1])
+        *tokens, blank = project(projection, merged)[0].split([*lengths, 1])
         parts, at = [], 0
         for part, piece in zip(tokens, self.pieces, strict=True):
             first = piece.batch * self.queries + piece.queries.first
@@ -277,7 +277,7 @@ class LeftPadded(Unpacked):
 
     def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
         """Project and move each sequence back to position 0, with the output of padding after."""
-        output: Tensor = projection(merged)
+        output = project(projection, merged)
         if self.end_together:
             return output
         position, gap = _row_positions_and_padding_counts(output, self.lengths)

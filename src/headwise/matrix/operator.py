@@ -183,7 +183,7 @@ class AttentionMatrix(tracing.LeftOperand, lazy.ShownInNotebook):
             OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
         """
         index = checks.require_query_positions(index, self.shape[2], call="rows(index)")
-        return readings.weights_of_queries(self._kernel_input().zeroed(), index)
+        return readings.weights_of_queries(self._kernel_input().zeroed(), index.to(self.q.device))
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
         """Return the whole matrix, in queries x keys memory.

@@ -10,6 +10,8 @@ speed, memory or a check of values is lost:
 | `_C._functorch.peek_interpreter_stack` | the caller of `is_in_functorch` says what to assume |
 | `forward_ad._current_level` | `is_in_forward_mode` asks torch to make a dual tensor |
 | `_C._len_torch_dispatch_stack` | `is_in_dispatch_mode` answers yes: values are not checked |
+| `_C._len_torch_function_stack` | `is_recorded` answers yes: modules are called |
+| `_C._autograd._profiler_enabled` | the same |
 | `Tensor._make_wrapper_subclass` | masks of transformers' models are written |
 | `_C._disabled_torch_function_impl` | the same |
 | `utils._python_dispatch.TorchDispatchMode` | operators are not counted: ImportError |
@@ -41,6 +43,8 @@ def find_torch_attribute(path: str) -> Any:
 _linear_pointwise = find_torch_attribute("ops.mkldnn._linear_pointwise")
 _interpreter_stack = find_torch_attribute("_C._functorch.peek_interpreter_stack")
 _dispatch_modes = find_torch_attribute("_C._len_torch_dispatch_stack")
+_function_modes = find_torch_attribute("_C._len_torch_function_stack")
+_is_profiling = find_torch_attribute("_C._autograd._profiler_enabled")
 _make_wrapper = find_torch_attribute("Tensor._make_wrapper_subclass")
 _is_wrapper = find_torch_attribute("utils._python_dispatch.is_traceable_wrapper_subclass")
 _enter_vmap = find_torch_attribute("_C._vmapmode_increment_nesting")
@@ -82,6 +86,13 @@ def is_in_forward_mode() -> bool:
 def is_in_dispatch_mode() -> bool:
     """True if a dispatch mode is on: torch fakes, counts or changes every operator."""
     return _dispatch_modes is None or _dispatch_modes() > 0
+
+
+def is_recorded() -> bool:
+    """True if a mode or a profiler sees the functions of torch that are called."""
+    if _function_modes is None or _is_profiling is None:
+        return True
+    return bool(_function_modes() or is_in_dispatch_mode() or _is_profiling())
 
 
 def make_wrapper(
@@ -147,3 +158,20 @@ def has_module_hooks(module: nn.Module) -> bool:
     """True if somebody sees the calls of a module: by hooks of its own, or of all modules."""
     everywhere = (getattr(nn.modules.module, f"_global{name}", None) for name in _HOOKS)
     return any(everywhere) or any(getattr(module, name, None) for name in _HOOKS)
+
+
+# What a call of a torch.nn.Linear runs, as torch wrote it.
+_CALLED = ("__call__", "_call_impl", "forward")
+_TORCHS = tuple(getattr(nn.Linear, name, None) for name in _CALLED)
+_PATCHES = {*_CALLED, "weight", "bias"}
+
+
+def is_call_replaced(module: nn.Module) -> bool:
+    """True if a call of a linear module runs something else than torch wrote, or is compiled."""
+    held = module.__dict__
+    is_torchs = all(
+        getattr(type(module), name, None) is part
+        for name, part in zip(_CALLED, _TORCHS, strict=True)
+    )
+    is_compiled = held.get("_compiled_call_impl") is not None
+    return not is_torchs or is_compiled or not held.keys().isdisjoint(_PATCHES)

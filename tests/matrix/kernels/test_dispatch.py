@@ -17,6 +17,7 @@ from headwise.matrix.kernels import dispatch, sdpa, tiles
 from headwise.matrix.kernels.dispatch import KERNELS, choose_kernel
 from headwise.matrix.kernels.kernel import Cost, Kernel, KernelResult, Task, result_of_outputs_only
 from headwise.matrix.operator import AttentionMatrix
+from headwise.support.processor import ProductChoice
 from tests.memory import LargestTensor
 
 LENGTHS = Mask.lengths(keys=torch.tensor([20, 7, 24]))
@@ -120,6 +121,7 @@ def test_project_is_linear_on_both_of_its_paths(
     grad: bool, bias: bool, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "PAYS_FROM", least)
+    monkeypatch.setattr(linear, "product_here", lambda: ProductChoice("onednn", "AMD"))
     x = torch.randn(3, 24, 10, requires_grad=grad)
     weight, offset = torch.randn(7, 10), torch.randn(7) if bias else None
     exact = torch.nn.functional.linear(

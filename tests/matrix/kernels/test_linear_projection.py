@@ -13,6 +13,7 @@ from torch.overrides import has_torch_function
 from headwise.layers import linear as kernel
 from headwise.layers.linear import apply_linear
 from headwise.support import private_torch
+from headwise.support.processor import ProductChoice
 
 needs_onednn = pytest.mark.skipif(
     not private_torch.HAS_ONEDNN_LINEAR, reason="torch was built without oneDNN's product"
@@ -31,6 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(private_torch, "onednn_linear", counted)
     monkeypatch.setattr(kernel, "PAYS_FROM", 0)
+    monkeypatch.setattr(kernel, "product_here", lambda: ProductChoice("onednn", "AMD"))
     return seen
 
 

@@ -140,7 +140,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             weights = self.part.weights_of_all_heads(weights, average=average_attn_weights)
         if key_padding_mask is not None or attn_mask is not None:
             self._warn_of_polarity(key_padding_mask, attn_mask)
-        return self.out_proj(heads), weights
+        return linear.project(self.out_proj, heads), weights
 
     def explain(
         self,
@@ -361,10 +361,10 @@ def explain_forward(call: Call, out_proj: nn.Module) -> LayerExplanation:
     if call.dropout_p > 0:
         tokens += "; dropout in training allocates queries x keys for A @ v"
     lines = [
-        linear.product_line(name, "product", x.shape[:-1].numel(), (x.shape[-1], len(weight)))
+        linear.product_line(name, "product", x.shape[:-1].numel(), (x.shape[-1], len(weight)), x)
         for name, x, weight, *_ in _input_products(call)
     ]
-    lines.append(linear.projection_line("out_proj", out_proj, queries))
+    lines.append(linear.projection_line("out_proj", out_proj, queries, call.query))
     returned = "all heads, in queries x keys memory; need_weights=False saves it"
     if not call.need_weights:
         returned = "not returned"
