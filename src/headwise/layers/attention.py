@@ -97,7 +97,7 @@ def _product_of_call(
         sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
         mask = part.mask(mask, device=q.device, **sizes)
         score_bias = part.score_bias(score_bias, device=q.device, **sizes)
-    if (tables := layer.place_tables) is not None:
+    if layer.score_bias is not None and (tables := layer.place_tables) is not None:
         projections = layer.q_proj, layer.k_proj
         factor = layer.head_dim**-0.5 if layer.scale is None else layer.scale
         score_bias = score_bias + tables(q, k, of_tokens=projections, scale=factor)
@@ -566,14 +566,8 @@ class Attention(base.AttentionBase):
             checks.check_gate(gate, x, self.num_heads)
         places = checks.read_positions(self, x, positions, cache)
         call = packing.CallInputs(
-            x,
-            x if source is None else source,
-            mask,
-            bias,
-            cache,
-            gate,
-            places,
+            *(x, x if source is None else source, mask, bias, cache, gate, places),
+            is_packable=self.score_bias is None or self.place_tables is None,
             value_source=value_source,
         )
-        call = call._replace(is_packable=self.place_tables is None)
         return call if self.part is None else call.prepare_tensors_for_part(self.part)

@@ -155,7 +155,8 @@ def select_packing(call: CallInputs) -> Unpacked:
     if call.cache is not None:
         return left_pad_tokens(call, call.cache)
     if not call.mask.clauses:
-        return Unpacked.of(call)
+        values = call.value_source
+        return Unpacked(call.x, call.source, call.mask, places=call.places, value_source=values)
     # An attention hook gets the batch of the call, not packed tokens.
     packed = pack_real_tokens(call) if _is_packable(call) and not has_attention_hook() else None
     return packed or Unpacked.of(call)
