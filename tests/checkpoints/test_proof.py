@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import headwise
 from headwise.checkpoints import config as configs
-from headwise.checkpoints import load_attention, skeleton
+from headwise.checkpoints import load_attention, readings, skeleton
 from headwise.checkpoints import loading as loads
 from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.description import open_checkpoint
@@ -111,7 +111,7 @@ def test_a_window_beyond_the_probes_is_proved_in_a_copy_of_the_config(
     assert layer.window == (4095, None)
     assert "10 probes" in layer.proof
     monkeypatch.setattr(configs, "window_sides", lambda *_: None)
-    monkeypatch.setattr(loads, "VARIANTS", ((),))
+    monkeypatch.setattr(readings, "VARIANTS", ((),))
     with pytest.raises(OptionError, match="with far settings near, after 5 of 10 probes"):
         load_attention(path)
 
@@ -119,7 +119,7 @@ def test_a_window_beyond_the_probes_is_proved_in_a_copy_of_the_config(
 def test_a_sink_that_is_left_out_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, read = _store("gpt-oss", tmp_path), loads.attention_from_state
+    path, read = _store("gpt-oss", tmp_path), readings.attention_from_state
 
     def without_sink(*args: Any, **options: Any) -> headwise.Attention:
         layer = read(*args, **options)
@@ -128,7 +128,7 @@ def test_a_sink_that_is_left_out_is_refused(
         return layer
 
     assert load_attention(path).sink is not None
-    monkeypatch.setattr(loads, "attention_from_state", without_sink)
+    monkeypatch.setattr(readings, "attention_from_state", without_sink)
     with pytest.raises(OptionError, match="head outputs differ from GptOssAttention"):
         load_attention(path)
 
@@ -142,7 +142,7 @@ def test_a_bias_of_zeros_is_random_in_the_proof(
     for layer in model.layers:
         nn.init.zeros_(layer.self_attn.k_proj.bias)
     model.save_pretrained(tmp_path)
-    read = loads.attention_from_state
+    read = readings.attention_from_state
 
     def without_bias(*args: Any, **options: Any) -> headwise.Attention:
         layer = read(*args, **options)
@@ -152,7 +152,7 @@ def test_a_bias_of_zeros_is_random_in_the_proof(
     loaded = load_attention(tmp_path)
     assert loaded.proof.startswith("proved")
     assert not loaded.k_proj.bias.any()
-    monkeypatch.setattr(loads, "attention_from_state", without_bias)
+    monkeypatch.setattr(readings, "attention_from_state", without_bias)
     with pytest.raises(OptionError, match="differ from Qwen2Attention"):
         load_attention(tmp_path)
 
@@ -175,9 +175,9 @@ def test_outputs_that_show_nothing_prove_nothing(
         layer.v_proj.weight.data.fill_(value)
         return layer
 
-    make = loads.attention_from_state
+    make = readings.attention_from_state
     monkeypatch.setattr(skeleton.Skeleton, "_read_call", read_call)
-    monkeypatch.setattr(loads, "attention_from_state", fill)
+    monkeypatch.setattr(readings, "attention_from_state", fill)
     with pytest.raises(OptionError, match="differ from LlamaAttention"):
         load_attention(path)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from headwise import Attention
-from headwise.checkpoints import load_attention, loading
+from headwise.checkpoints import load_attention, readings
 from headwise.checkpoints.inputs import find_field, list_inputs, list_runs
 from headwise.checkpoints.skeleton import _tokens_in_rows
 from headwise.errors import OptionError
@@ -63,8 +63,8 @@ def test_an_attention_behind_any_input_is_proved(
         moved.k_proj.weight.data.mul_(1.001)
         return moved
 
-    make = loading.attention_from_state
-    monkeypatch.setattr(loading, "attention_from_state", move)
+    make = readings.attention_from_state
+    monkeypatch.setattr(readings, "attention_from_state", move)
     with pytest.raises(OptionError):
         load_attention(tmp_path, prefix=prefix)
 
