@@ -306,7 +306,7 @@ def scale_products(given: Given) -> Tensor:
 
 def _score(given: Given) -> Tensor:
     products, table = scale_products(given), given.tensors[0]
-    if (terms := scaled_place_terms(given)) is not None:
+    if given.settings.places is not None and (terms := scaled_place_terms(given)) is not None:
         products = products + terms
     return given.compute(
         _bias_and_hide, given.settings, products, given.distances, given.mask, table

@@ -412,12 +412,12 @@ class AttentionSpec:
         """The window, None for none."""
         return self.window if isinstance(self.window, tuple) else None
 
-    @property
+    @cached_property
     def buckets(self) -> BucketRule | None:
         """The buckets of distances with a learned score bias, None for none."""
         return self.score_bias if isinstance(self.score_bias, BucketRule) else None
 
-    @property
+    @cached_property
     def places(self) -> DisentangledRule | None:
         """DeBERTa's terms of relative positions, None for none."""
         return self.score_bias if isinstance(self.score_bias, DisentangledRule) else None
@@ -427,7 +427,7 @@ class AttentionSpec:
         """The latent of keys and values, None where headwise computes none."""
         return self.latent if isinstance(self.latent, Latent) else None
 
-    @property
+    @cached_property
     def pairs(self) -> DifferentialRule | None:
         """The rule by which pairs of heads are subtracted, None for none."""
         return self.differential if isinstance(self.differential, DifferentialRule) else None
