@@ -139,6 +139,21 @@ def test_a_page_fits_a_phone_and_loads_nothing_from_elsewhere(built: Site, path:
     assert built.probe(path, MEASURED, width=390) == {"wide": 0, "elsewhere": []}
 
 
+CUT = """
+const wide = (e) => e.scrollWidth > e.clientWidth + 1;
+return {
+  code: [...document.querySelectorAll("article pre > code")].filter(wide).length,
+  tables: [...document.querySelectorAll("article .md-typeset__scrollwrap")].filter(wide).length,
+};
+"""
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+@pytest.mark.parametrize("page", ["doors", "comparing", "troubleshooting", "notebooks/look"])
+def test_no_line_of_code_and_no_table_is_cut(built: Site, page: str, width: int) -> None:
+    assert built.probe(f"/{page}.html", CUT, width=width) == {"code": 0, "tables": 0}
+
+
 def test_the_check_of_the_reference_sees_what_is_missing(built: Site) -> None:
     documented = site.inventory(built.folder.joinpath("objects.inv").read_bytes())
     assert site.wanted(documented) <= documented
