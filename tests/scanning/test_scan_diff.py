@@ -270,17 +270,17 @@ def test_the_sizes_do_not_depend_on_the_direction() -> None:
         assert [change.before.value, change.after.value] == [float(x[place]) for x in values]
 
 
-def test_a_value_on_one_side_alone_is_the_largest_change() -> None:
+def test_a_value_on_one_side_alone_comes_last() -> None:
     nan = math.nan
     before, after = scalars([0.5, 0.2], [nan, 1.0]), scalars([nan, 0.7], [nan, nan])
     changes = before.diff(after).changes()
     # Layer 1 has no value at all in the second scan: nothing of it can be compared.
     assert [x.sentence for x in changes] == [
-        "entropy of layer 0, head 0: 0.50 nats before, no value after",
         "entropy of layer 0, head 1: 0.20 nats before, 0.70 nats after",
+        "entropy of layer 0, head 0: 0.50 nats before, no value after",
     ]
-    assert changes[0].size == 1
-    assert math.isnan(changes[0].after.value)
+    assert changes[1].size == 1
+    assert math.isnan(changes[1].after.value)
 
 
 def test_what_reads_the_same_is_no_change_and_equal_numbers_are_told_once() -> None:

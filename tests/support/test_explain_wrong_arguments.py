@@ -41,9 +41,9 @@ REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "misspelt": (lambda: Attention(42, 6, droput=0.1), ("dropout=0.1",)),  # type: ignore[call-arg]
     "self-attention": (lambda: LAYER(X, X, X), ("got 3", "layer(x): pass x once")),
     "key is value": (lambda: LAYER(X, Q, Q), ("layer(query, key)",)),
-    "three tensors": (lambda: LAYER(X, Q, X), ("AttentionMatrix(q, k) @ v",)),
+    "three tensors": (lambda: LAYER(X, Q, X), ("layer(query, key, value_source=value)",)),
     "mask by position": (lambda: LAYER(X, X, Mask.causal()), ("layer(x, source, mask=...",)),
-    "query": (lambda: LAYER(query=X, key=X, value=X), ("layer(x), or layer(x, source)",)),
+    "query": (lambda: LAYER(query=X, key=X, value=X), ("layer(x), layer(x, source), or",)),
     "attn_mask": (
         lambda: LAYER(X, attn_mask=torch.zeros(24, 24)),
         ("torch.float32 tensor of shape (24, 24)", "Mask.from_torch(m)", "ScoreBias.dense"),
