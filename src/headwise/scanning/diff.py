@@ -239,9 +239,9 @@ class ScanDiff(Displayed):
 
         The size of a change is its part of the statistic's scale in the pictures: 1 for a share,
         else the range of both scans. A head whose value is in one scan alone has changed by the
-        whole scale; a layer without any value in one of them is left out. So is a change that is
-        smaller than the digits of its sentence, and all but the first of statistics with the
-        same numbers.
+        whole scale, and comes last; a layer without any value in one of them is left out. So is a
+        change that is smaller than the digits of its sentence, and all but the first of statistics
+        with the same numbers.
 
         Args:
             n: how many changes.
