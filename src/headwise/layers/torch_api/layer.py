@@ -216,14 +216,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         messages = (missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
         if strict and missing_keys and not prefix:
-            error_msgs += (
-                advise_wrapped_tensors(state_dict)
-                or [
+            advice = advise_wrapped_tensors(state_dict)
+            if not advice and unexpected_keys and self.state_dict().keys().isdisjoint(state_dict):
+                name = "torch-packed" if self._qkv_same_embed_dim else "torch-separate"
+                advice = [
                     "these tensors are in another layout: headwise.convert(state, LAYOUT, "
-                    f"{'torch-packed' if self._qkv_same_embed_dim else 'torch-separate'!r}, "
-                    f"heads={self.num_heads}); headwise.detect(state) names LAYOUT"
-                ][: len(unexpected_keys)]
-            )
+                    f"{name!r}, heads={self.num_heads}); headwise.detect(state) names LAYOUT"
+                ]
+            error_msgs += advice
 
 
 # ---- the forward pass --------------------------------------------------------------------------
