@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import headwise
 from headwise.cli import app, output
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.surgery import Cut, choice
+from headwise.surgery import stored as stored_models
 from headwise.surgery.stored import read_lines
 from tests.huggingface.stored import WORDS, stored
 from tests.quick import others_extra
@@ -72,7 +74,7 @@ def test_plain_transformers_loads_the_smaller_model(
     assert {path: path.read_bytes() for path in folders["llama"].iterdir()} == before
     page = (tmp_path / "smaller.html").read_text()
     assert "with 12 of 16 heads" in page
-    assert page.count('class="gone ') == 4
+    assert page.count('class="gone"') == 4
     assert "from transformers import LlamaForCausalLM" in page
     assert "LlamaForCausalLM.from_pretrained" in page
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -200,18 +202,19 @@ def test_an_interrupted_run_goes_on(
     measured: list[str] = []
     real: Callable[..., object] = choice.ablations
 
-    def stop_in_the_second(*arguments: object, layers: str, **options: object) -> object:
-        measured.append(layers)
+    def stop_in_the_second(model: object, inputs: list[Any], **options: object) -> object:
+        measured.append(str(inputs[0]["input_ids"]))
         if len(measured) == 2:
             raise KeyboardInterrupt
-        return real(*arguments, layers=layers, **options)
+        return real(model, inputs, **options)
 
+    monkeypatch.setattr(stored_models, "BATCH", 4)  # of 8 lines to choose on
     monkeypatch.setattr(choice, "ablations", stop_in_the_second)
     command = [folders["llama"], "--data", data, "--out", tmp_path / "new"]
     assert runner.invoke(app, ["prune", *map(str, command)]).exit_code == 130
     assert not (tmp_path / "new").exists()
     run(*command)
-    assert len(measured) == 3  # the second layer alone is measured again
+    assert len(measured) == 3  # the second batch alone is measured again
     assert measured[1] == measured[2] != measured[0]
     # Another question has other effects.
     measured.clear()
