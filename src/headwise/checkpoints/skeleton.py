@@ -428,8 +428,9 @@ def _fill(model: nn.Module, projections: Iterable[nn.Module]) -> None:
                 values = make_small(parameter.shape, generator)
                 module._parameters[name] = nn.Parameter(values, requires_grad=False)
         for buffer in module.buffers(recurse=False):
-            # A book of codes is zeros until a file fills it.
-            if buffer.dim() > 1 and buffer.is_floating_point() and not buffer.any():
+            # A book of codes is zeros until a file fills it. One on meta has no numbers to read.
+            is_table = buffer.dim() > 1 and buffer.is_floating_point() and not buffer.is_meta
+            if is_table and not buffer.any():
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
