@@ -78,7 +78,7 @@ def test_a_class_without_kv_heads_has_copies(
     assert values["kv_heads"] == 2
     assert values["merge"] == "aligned"
     assert values["bytes"] == values["bytes_before"]
-    assert values["change"]["low"] <= values["change"]["mean"] <= values["change"]["high"]
+    assert values["change"]["low"] is values["change"]["high"] is None  # of 8 sequences
     assert [point["kv_heads"] for point in values["curve"]] == [1, 2, 3, 6]
     model = transformers.AutoModel.from_pretrained(out)
     key = model.encoder.layer[0].attention.self.key.weight.unflatten(0, (6, -1))
