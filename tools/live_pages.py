@@ -63,5 +63,5 @@ def scan_code(*, changed: bool) -> HeadScan:
 def render_two_models() -> str:
     """Return the page of the small model beside a copy of which one head attends evenly."""
     before, after = (scan_code(changed=changed) for changed in (False, True))
-    report = ScanReport.of(before, title="The small model", name_of=chr)
+    report = ScanReport.of(before, title="The small model", name_of=tiny.name_of)
     return render_scan_page(replace(report, second=after, names=("trained", "changed")))
