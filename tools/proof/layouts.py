@@ -28,6 +28,7 @@ SIZES = {
     "gate_width": 7,
     "shared_width": 6,
     "rank": 36,
+    "lambda_dim": 11,
 }
 ROTARY_WIDTH = 6
 
