@@ -217,7 +217,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
         if strict and missing_keys and not prefix:
             advice = advise_wrapped_tensors(state_dict)
-            if not advice and unexpected_keys and self.state_dict().keys().isdisjoint(state_dict):
+            is_foreign = {"in_proj_weight", *SEPARATE}.isdisjoint(state_dict)
+            if not advice and unexpected_keys and is_foreign:
                 name = "torch-packed" if self._qkv_same_embed_dim else "torch-separate"
                 advice = [
                     "these tensors are in another layout: headwise.convert(state, LAYOUT, "
