@@ -66,7 +66,7 @@ api: $(READY)
 	$(BIN)/python -m tools.api
 
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "documentation: site/index.html"
 
 check: lint viewer-current tests docs
