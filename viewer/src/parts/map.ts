@@ -14,7 +14,7 @@ import { type Entry, LEAST, type Lights, type Loaded, type Seen, marked } from "
 import { imageOf } from "./map_image";
 
 const MARGIN = { left: 68, top: 34, right: 24, bottom: 8 };
-const SMALL = { ...MARGIN, left: 50, right: 12 }; // on a phone, and of two maps
+const SMALL = { ...MARGIN, left: 44, right: 12 }; // on a phone, and of two maps
 const MOST_ROOM = 48; // pixels for longer words at the left, where the map does not need them
 const LABEL = 11; // pixels of a letter at an axis
 const GAP = 6; // pixels between labels
