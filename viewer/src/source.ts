@@ -71,9 +71,11 @@ export class Source {
   }
 }
 
-/** Wait until the browser is idle; where it does not say so, until other work has run. */
+const MOST_WAIT = 500; // milliseconds: a busy page answers too
+
+/** Wait until the browser is idle, but not for long; where it does not say so, until other work has run. */
 export const idle = (): Promise<void> =>
-  new Promise((resume) => ("requestIdleCallback" in window ? requestIdleCallback(() => resume()) : setTimeout(resume, 20)));
+  new Promise((resume) => ("requestIdleCallback" in window ? requestIdleCallback(() => resume(), { timeout: MOST_WAIT }) : setTimeout(resume, 20)));
 
 async function inflate(deflated: Uint8Array<ArrayBuffer>): Promise<Uint8Array> {
   const stream = new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate"));
