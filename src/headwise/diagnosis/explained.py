@@ -23,7 +23,14 @@ from headwise.diagnosis.trials import NamedCause, find_best_single_cause
 from headwise.function.lines import ON_WEIGHTS, Code
 from headwise.function.records import STAGE_OF, STAGES
 from headwise.function.rounding import is_coarser
-from headwise.identify.catalogue import CAUSES, HEADS_GONE, KV_HEADS_MERGED, PROJECTED, Cause
+from headwise.identify.catalogue import (
+    CAUSES,
+    HEADS_GONE,
+    KV_HEADS_MERGED,
+    PROJECTED,
+    SHARED_KEY_WIDTH,
+    Cause,
+)
 from headwise.identify.comparison import (
     FoundCause,
     FunctionComparison,
@@ -125,7 +132,7 @@ class ExplainedCalls:
         Kv heads of those that are left may have been merged.
         """
         evidence = Evidence(self.model, self.calls, self.gaps)
-        gone = search_causes(evidence, (HEADS_GONE, KV_HEADS_MERGED))
+        gone = search_causes(evidence, (HEADS_GONE, KV_HEADS_MERGED, SHARED_KEY_WIDTH))
         if not gone.causes:
             return gone
         evidence = Evidence.of(gone.causes[-1].model, self.calls)

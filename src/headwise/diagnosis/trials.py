@@ -13,6 +13,7 @@ from headwise.diagnosis import watch
 from headwise.diagnosis.causes import (
     axes,
     decoding,
+    differential,
     dtypes,
     flattening,
     heads,
@@ -41,6 +42,7 @@ MODULES = (
     latent,
     rotary,
     scores,
+    differential,
     dtypes,
     masks,
     decoding,

@@ -177,6 +177,8 @@ LATENT_NORM_EPS = Cause("latent norm eps", ("q", "c"), STATED, cost=1.1)
 LATENT_FACTOR_MISSING = Cause(
     "latent factor missing", ("q", "c"), STATED, unexpected="latent factor unexpected"
 )
+SHARED_KEY_WIDTH = Cause("width of the shared key", ("q", "k_r"), STATED)
+DIFFERENCE_FACTOR = Cause("factor of a difference", ("head outputs",), STATED, cost=0.9)
 ROTATED_CHANNELS_PLACE = Cause(
     "rotated channels behind the others",
     PROJECTED,

@@ -10,6 +10,7 @@ from torch import Tensor
 from headwise import Attention, Rotary, compare, verify
 from headwise.function import Latent, LinearScaling, YarnScaling
 from headwise.identify.results import Verdict
+from tests.quick import others_extra, others_slow
 
 EMBED, HEADS, PLAIN, SHARED = 40, 4, 10, 6
 RULE = Latent(rank=11, shared_width=SHARED, query_rank=13)
@@ -117,7 +118,33 @@ def test_a_shared_key_that_turns_in_part_is_named(width: int, cause: str) -> Non
     assert [each.name for each in diagnosis.function.causes] == [cause], str(diagnosis)
 
 
-@pytest.mark.parametrize("name", ["wa", "wc", "wr", "wk", "wv", "wq", "wo", "c_norm", "a_norm"])
+@pytest.mark.parametrize("scale", [None, USUAL], ids=["of the new width", "of the old"])
+@pytest.mark.parametrize("shows", others_slow(["stages", "outputs"], "stages"))
+def test_a_shared_key_of_which_a_part_is_read_is_named(shows: str, scale: float | None) -> None:
+    """Slices by another rope width: both sides run on the same input."""
+    right, width = layer(), SHARED - 2
+    given: dict[str, Any] = {"latent": replace(RULE, shared_width=width), "rotary": ROTARY}
+    wrong = Attention(EMBED, HEADS, head_dim=PLAIN + width, value_dim=7, scale=scale, **given)
+    kept = [*range(width), *range(SHARED, PLAIN + SHARED)]
+    state = right.state_dict()
+    for name, x in state.items():
+        if name.startswith("shared_k"):
+            state[name] = x[:width]
+        elif name.startswith("q_proj"):
+            state[name] = x.unflatten(0, (HEADS, -1))[:, kept].flatten(0, 1)
+    wrong.load_state_dict(state)
+    side = wrong if shows == "stages" else (lambda x: wrong(x))
+    diagnosis = compare(side, right)
+    names = [each.name for each in diagnosis.function.causes]
+    more = ["scale"] if scale and shows == "stages" else []
+    assert names == ["width of the shared key", *more], str(diagnosis)
+    assert diagnosis.function.causes[0].parameters["width"] == width
+
+
+WEIGHTS = ["c_norm", "wr", "wa", "wc", "wk", "wv", "wq", "wo", "a_norm"]
+
+
+@pytest.mark.parametrize("name", others_extra(WEIGHTS, "c_norm", "wr"))
 def test_weights_of_another_layer_are_of_their_stage(name: str) -> None:
     from headwise.layers.conversion import layer_state_dict_from_canonical, state_per_head
 

@@ -1,4 +1,4 @@
-"""Causes of keys and values from a latent: its norm, its factor, and DeepSeek's scale."""
+"""Causes of keys and values from a latent: its norm, factor and shared key, DeepSeek's scale."""
 
 from dataclasses import replace
 
@@ -37,6 +37,23 @@ def _latent_factor_missing(evidence: Evidence) -> Variants:
         do = "multiply both latents" if rule.scaled else "leave out the factor of the latents"
         is_more = not rule.scaled
         yield Variant(model, {"factor": words}, do, is_unexpected=is_more)
+
+
+def _shared_key_width(evidence: Evidence) -> Variants:
+    """Yield the layer that reads the first channels of the shared key alone, and of its queries."""
+    model, rule = evidence.model, evidence.model.settings.compressed
+    right = 0 if rule is None else len(model.weights["wr"])
+    for width in range(2, right, 2):
+        heads, kept = model.settings.head_dim, model.settings.head_dim - right + width
+        channels = [*range(width), *range(right, heads)]
+        weights = {n: model.weights[n][:, channels] for n in ("wq", "bq") if n in model.weights}
+        weights |= {n: model.weights[n][:width] for n in ("wr", "br") if n in model.weights}
+        rotary, settings = model.settings.rotation, {"head_dim": kept}
+        settings |= {"latent": replace(rule, shared_width=width)}
+        settings |= {} if rotary is None else {"rotary": replace(rotary, width=width)}
+        for scale in dict.fromkeys((kept**-0.5, model.settings.factor)):
+            changed = model.with_weights(**weights).with_settings(**settings, scale=scale)
+            yield Variant(changed, {"width": width}, f"Latent(shared_width={right})")
 
 
 def _mscale_missing(evidence: Evidence) -> Variants:
