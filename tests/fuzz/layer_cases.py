@@ -38,6 +38,7 @@ class Drawn:
     layer: Attention
     options: dict[str, Any]
     said: str
+    given: dict[str, Any]  # to the constructor
 
     def parameters(self) -> dict[str, Array]:
         return {name: plain(x) for name, x in self.layer.state_dict().items()}
@@ -88,7 +89,7 @@ def draw_layer(
     layer = layer.to(dtype).train(chance.maybe())
     _numbers(layer, options)
     said = {name: value for name, value in given.items() if value not in (None, False)}
-    return Drawn(layer, options, f"Attention({embed_dim}, {heads}, {said}) {dtype}")
+    return Drawn(layer, options, f"Attention({embed_dim}, {heads}, {said}) {dtype}", given)
 
 
 def _draw_qk_norm(chance: Chance, given: dict[str, Any], options: dict[str, Any]) -> None:
@@ -239,28 +240,40 @@ def layer_case(chance: Chance) -> str:
     drawn = draw_layer(chance, dtype, told=True)
     layer = drawn.layer
     batch, queries = chance.choose((1, 2, 3)), chance.between(1, 20)
-    crosses = layer.source_dim != layer.embed_dim
-    keys = chance.between(1, 20) if crosses else queries
-    inputs = {"x": chance.laid_out(chance.normal(batch, queries, layer.embed_dim, dtype=dtype))}
-    if crosses:
-        inputs["source"] = chance.laid_out(
-            chance.normal(batch, keys, layer.source_dim, dtype=dtype)
-        )
+    keys = chance.between(1, 20) if layer.source_dim != layer.embed_dim else queries
+    inputs = draw_inputs(chance, layer, (batch, queries, keys), dtype)
     shaping, shape = Shaping(), (batch, layer.num_heads, queries, keys)
     add_masks(chance, shaping, shape, most=2)
     add_biases(chance, shaping, shape, dtype)
-    gate = chance.choose((None, None, (layer.num_heads,), (batch, layer.num_heads)))
-    if gate is not None:
-        inputs["gate"] = chance.normal(*gate, dtype=dtype)
     positions = _draw_positions(chance, layer, batch, queries)
     drawn.options["positions"] = None if positions is None else plain(positions)
     if layer.rotary is not None and layer.rotary.depends_on_length:
         _numbers(layer, drawn.options, positions)
     shape = None if positions is None else tuple(positions.shape)
-    said = f"{drawn.said} on {batch}x{queries}x{keys} gate={gate} positions={shape} {shaping.words}"
+    said = f"{drawn.said} on {batch}x{queries}x{keys} {[*inputs]} positions={shape} {shaping.words}"
     with describing(said), tiled(chance):
         _check_call(chance, drawn, inputs, shaping, positions)
     return said
+
+
+def draw_inputs(
+    chance: Chance, layer: Attention, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of a call by name; those of keys and values are the input of queries or not."""
+    batch, queries, keys = sizes
+
+    def tokens(length: int, width: int) -> Tensor:
+        return chance.laid_out(chance.normal(batch, length, width, dtype=dtype))
+
+    inputs = {"x": tokens(queries, layer.embed_dim)}
+    if layer.source_dim != layer.embed_dim:
+        inputs["source"] = tokens(keys, layer.source_dim)
+    if layer.latent is None and chance.maybe(0.25):
+        inputs["value_source"] = tokens(keys, layer.source_dim)
+    gate = chance.choose((None, None, (layer.num_heads,), (batch, layer.num_heads)))
+    if gate is not None:
+        inputs["gate"] = chance.normal(*gate, dtype=dtype)
+    return inputs
 
 
 def _draw_positions(chance: Chance, layer: Attention, batch: int, queries: int) -> Tensor | None:

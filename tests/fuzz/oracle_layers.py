@@ -263,7 +263,7 @@ def attention(
     """The matrix, the head outputs and the output of `Attention`.
 
     Args:
-        p: parameters by name, "x", and "source" and "gate" where there are any.
+        p: parameters by name, "x", and "source", "value_source" and "gate" where there are any.
         o: heads, kv_heads, window, scale, softcap, norm, turns, pairing, alibi, t5.
         clauses: of the call's mask.
         parts: of the call's score bias.
@@ -275,7 +275,8 @@ def attention(
     else:
         q = placed(p, o, linear(p, "q_proj", x), "q_norm", o["heads"])
         k = placed(p, o, linear(p, "k_proj", source), "k_norm", o["kv_heads"])
-        q, v = warmed(o, q, 0), changed(o, split(linear(p, "v_proj", source), o["kv_heads"]))
+        values = linear(p, "v_proj", p.get("value_source", source))
+        q, v = warmed(o, q, 0), changed(o, split(values, o["kv_heads"]))
     if o.get("window"):
         clauses = [*clauses, ("window", *o["window"], None)]
     if "alibi" in o:

@@ -2,16 +2,20 @@
 
 import ast
 import sys
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from headwise import Attention
 from headwise.function import stages
+from headwise.layers.options import OPTIONS
 from tests.fuzz import oracle
 from tests.fuzz.draw import Chance, plain
 from tests.fuzz.findings import DifferenceError, close, same
+from tests.fuzz.layer_cases import draw_inputs, draw_layer
 from tests.fuzz.matrix_cases import draw
 from tests.fuzz.run import KINDS, failure_of, fuzz, run_case
 
@@ -89,6 +93,21 @@ def test_a_mistake_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "default_scale", lambda q: 0.9 / q.shape[-1] ** 0.5)
     found = [failure_of("readings", SEED, index) for index in range(4)]
     assert any(failure is not None and "DifferenceError" in failure.error for failure in found)
+
+
+def test_every_option_and_argument_of_a_layer_is_drawn() -> None:
+    """So that a new one cannot be forgotten: it gets a draw and a formula in the oracle."""
+    options, inputs = set[str](), set[str]()
+    for number in range(150):
+        drawn = draw_layer(chance := Chance("audit", number), torch.float64, told=True)
+        options |= {name for name, x in drawn.given.items() if x not in (None, False)}
+        inputs |= {*draw_inputs(chance, drawn.layer, (2, 3, 3), torch.float64)}
+    assert {*OPTIONS} <= options
+    sizes = {"self", "embed_dim", "num_heads"}
+    chosen_elsewhere = {"dropout", "init", "device", "dtype"}
+    assert {*signature(Attention.__init__).parameters} == options | sizes | chosen_elsewhere
+    of_calls = {"self", "mask", "score_bias", "positions", "cache"}  # which the cases draw
+    assert {*signature(Attention.forward).parameters} == inputs | of_calls
 
 
 def test_comparisons_can_fail() -> None:

@@ -19,9 +19,11 @@ def head_outputs(
     mask: Mask | None = None,
     score_bias: ScoreBias | None = None,
     positions: Tensor | None = None,
+    value_source: Tensor | None = None,
 ) -> Tensor:
     """(batch, heads, queries, value_dim)."""
     keys_from = x if source is None else source
+    values_from = keys_from if value_source is None else value_source
     places = torch.arange(x.shape[1]).expand(1, len(x), -1)
     if positions is not None:
         places = positions if positions.dim() == 3 else positions.expand(1, len(x), -1)
@@ -31,7 +33,7 @@ def head_outputs(
         q = placed(layer, applied(layer.q_proj, x), layer.num_heads, layer.q_norm, places)
         keys = applied(layer.k_proj, keys_from)
         k = placed(layer, keys, layer.num_kv_heads, layer.k_norm, places)
-        v = torch.stack(applied(layer.v_proj, keys_from).chunk(layer.num_kv_heads, -1), 1)
+        v = torch.stack(applied(layer.v_proj, values_from).chunk(layer.num_kv_heads, -1), 1)
     q, v = warmed(q, layer.temperature, places[0]), changed(v, layer)
     mask, score_bias = mask or Mask(), score_bias or ScoreBias()
     if layer.window is not None:
@@ -172,9 +174,11 @@ def output(
     score_bias: ScoreBias | None = None,
     gate: Tensor | None = None,
     positions: Tensor | None = None,
+    value_source: Tensor | None = None,
 ) -> Tensor:
     """(batch, queries, out_dim), as the sum of what each head contributes, and the bias."""
     options = {"mask": mask, "score_bias": score_bias, "positions": positions}
+    options |= {"value_source": value_source}
     outputs = head_outputs(layer, x, source, **options)
     if gate is not None:
         gate = gate.expand(len(x), -1)
