@@ -128,6 +128,16 @@ def test_inputs_of_the_caller(tmp_path: Path) -> None:
         load_attention(folder, prefix=prefix, inputs={"past_values": torch.randn(2, 11)})
 
 
+def test_units_and_pooled_queries_are_refused_by_name(tmp_path: Path) -> None:
+    """Before any layout is tried: a proof on all tokens of an image takes long."""
+    sizes = {"embed_dim": 8, "image_size": [32, 32], "depths": [1, 1, 1, 1], "mlp_ratio": 1.0}
+    model = transformers.HieraModel(transformers.HieraConfig(**sizes))
+    spread(model).save_pretrained(tmp_path)
+    for stage, words in ((0, "use_mask_unit_attn=True"), (3, "query_stride=4")):
+        with pytest.raises(OptionError, match=words):
+            load_attention(tmp_path, prefix=f"encoder.stages.{stage}.layers.0.attn.")
+
+
 def test_heads_that_the_class_counts(tmp_path: Path) -> None:
     layer = load_attention(store("dbrx", tmp_path))
     assert (layer.num_heads, layer.num_kv_heads, layer.clip) == (6, 2, 3.0)

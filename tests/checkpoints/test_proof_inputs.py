@@ -108,6 +108,7 @@ def test_texts_come_before_images_and_both_at_last() -> None:
         (False, "a long text", ["input_ids"]),
         (False, "an image", ["pixel_values"]),
         (False, "a video", ["pixel_values"]),
+        (False, "two images", ["pixel_values"]),
         (True, "an image", ["input_ids", "pixel_values"]),
         (True, "a video", ["input_ids", "pixel_values"]),
     ]

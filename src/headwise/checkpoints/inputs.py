@@ -16,6 +16,7 @@ from headwise.support.private_torch import tree_map
 
 BATCH, SHORT, LONG, SOURCE, LATE, PADDING = 2, 24, 64, 19, 7, 5
 EDGE, FRAMES, REGIONS, WAVE = 4, 4, 5, 4000  # patches of a side, images of a video, boxes, samples
+PAIR = 2  # images whose points are matched
 # A layer of hidden size 8,192 takes seconds for each hundred tokens.
 LONGEST_OF_LARGE, LEFT_OUT = 40, ("a short text", "padding on the right")
 # Arguments by which a model gives a part of itself what is added to queries and keys.
@@ -162,6 +163,11 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
         batch = 1 if config.get("model_type") == "pixtral" else BATCH
         yield "an image", {name: _draw(batch, channels, high, wide)}
         yield "a video", {name: _draw(BATCH, frames, channels, high, wide)}
+        if (
+            frames != PAIR and "input_ids" not in takes
+        ):  # equal images have as many points, so that none is padding
+            image = _draw(1, 1, channels, high, wide)
+            yield "two images", {name: image.expand(BATCH, PAIR, -1, -1, -1)}
     if "flattened_patches" in takes:
         width = _size(config, _width(config), "patch_embed_hidden_size")
         rows = torch.cat(

@@ -246,6 +246,7 @@ class LoadTrial:
         options: the caller's.
         outcomes: name of a reading -> the reading, the probes that it passed, and the reason why it
             is refused.
+        parted: readings that part before any setting is nearer, each with its function.
     """
 
     probed: ProbedClass
@@ -254,6 +255,7 @@ class LoadTrial:
     skeleton: Skeleton
     options: Mapping[str, Any]
     outcomes: dict[str, tuple[StoredReading, int, str]]
+    parted: list[tuple[str, RotaryRule | None, AttentionSpec]] = field(default_factory=list)
 
     @property
     def against(self) -> str:
@@ -312,6 +314,9 @@ class LoadTrial:
                     layer = None  # before another takes as much memory
                     built, layer = probe.config, self._build(reading, probe.config)
                 assert layer is not None
+                function = reading.stored.name, reading.rotation, layer.spec
+                if number == 0 and function in self.parted:  # as another variant has it
+                    return None
                 parted = probe.find_parted_stage(layer)
             except HeadwiseError as error:
                 self.outcomes[reading.name] = reading, number, error.saw
@@ -319,6 +324,8 @@ class LoadTrial:
             if parted is not None:
                 words = f"{parted} differ from {self.against} on {probe.name}"
                 self.outcomes[reading.name] = reading, number, words
+                if probe.config is self.probes[0].config:
+                    self.parted.append(function)
                 return None
         calls = [probe.call for probe in self.probes]
         names = (re.split(r"\.(?=[^.]*$)", name)[0] for name in reading.before)
@@ -468,9 +475,9 @@ def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
 def _readings_that_fit(opened: Checkpoint, layer: int, prefix: str | None) -> list[StoredReading]:
     """Return the readings of a module whose layout has all of its tensors."""
     readings = []
-    for stored in registry.layouts_by_name().values():
+    for stored, every in registry.find_modules_of_each(opened.source.headers):
         if stored.required:
-            modules = [m for m in find_modules(stored, opened.source.headers) if m.tensors]
+            modules = [m for m in every if m.tensors]
             for module in _match_modules(modules, layer, prefix):
                 lacking = find_unlisted_tensors_of_module(module, stored)
                 before = tuple(name.removeprefix(module.prefix) for name in lacking)

@@ -40,6 +40,11 @@ COUNTED = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim", "attention_head_size"),
 }
+# Attributes of attention modules -> what they do to tokens or queries, which no layer does.
+FORMS = {
+    "use_mask_unit_attn": "cuts its tokens into units, and attends within each",
+    "query_stride": "attends with the largest of several neighbouring queries",
+}
 COSTLY = 2**26  # parameters beyond which an attention, and the blocks before it, cost seconds
 
 
@@ -302,7 +307,20 @@ def build_skeleton(
     _fill(model, modules.values())
     _skip_blocks_before(model, common)
     attention = model.get_submodule(common)
+    _require_form_of_a_layer(attention, common)
     return Skeleton(model.eval(), owners, modules, attention, common)
+
+
+def _require_form_of_a_layer(attention: nn.Module, path: str) -> None:
+    for name, words in FORMS.items():
+        value = vars(attention).get(name)
+        strides = value if isinstance(value, tuple | list) else (value,)
+        if any(x is True or (isinstance(x, int) and x > 1) for x in strides):
+            raise OptionError(
+                saw=f"{path}: {type(attention).__name__} {words}, as {name}={value} says",
+                needed="attention of each token to all, or by a mask that a call gets",
+                do="use the model's own class; headwise scan runs it",
+            )
 
 
 def _in_double(config: Mapping[str, Any]) -> dict[str, Any]:

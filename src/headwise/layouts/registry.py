@@ -14,7 +14,7 @@ from headwise.errors import OptionError
 from headwise.function.spec import SAM, SHAW, SWIN, SWIN_2, TRANSFORMER_XL, WAVLM, Other
 from headwise.layouts import catalogue
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import find_modules, find_unlisted_tensors_of_module
+from headwise.layouts.modules import NamedModule, find_modules, find_unlisted_tensors_of_module
 from headwise.support.text import describe_value
 
 _registered: dict[str, Layout] = {}
@@ -68,6 +68,17 @@ def register(new: Layout) -> Layout:
         )
     _registered[new.name] = new
     return new
+
+
+def find_modules_of_each(names: Iterable[str]) -> Iterator[tuple[Layout, list[NamedModule]]]:
+    """Yield each layout with its modules in a checkpoint; layers of one are looked up in turn."""
+    known = layouts_by_name()
+    return zip(known.values(), _list_modules((*known,), (*names,)), strict=True)
+
+
+@lru_cache(maxsize=1)
+def _list_modules(layouts: tuple[str, ...], names: tuple[str, ...]) -> list[list[NamedModule]]:
+    return [find_modules(layout(each), names) for each in layouts]
 
 
 @lru_cache(maxsize=1)
@@ -181,8 +192,8 @@ def _find_by_name(names: Collection[str], patterns: Mapping[str, Obstacle]) -> O
 
 def _find_stacked_layers(headers: Mapping[str, Any]) -> Obstacle | None:
     shapes = {name: tuple(header.shape) for name, header in headers.items()}
-    for layout in layouts_by_name().values():
-        for tensors in (module.tensors for module in find_modules(layout, headers)):
+    for layout, modules in find_modules_of_each(headers):
+        for tensors in (module.tensors for module in modules):
             axes = {name: len(layout.patterns[local].axes) for name, local in tensors.items()}
             more = {len(shapes[name]) - axes[name] for name in axes}
             if more == {1} and layout.required <= {*tensors.values()}:
@@ -196,8 +207,7 @@ def _find_stacked_layers(headers: Mapping[str, Any]) -> Obstacle | None:
 
 
 def _unlisted_tensors(names: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-    for layout in layouts_by_name().values():
-        modules = find_modules(layout, names)
+    for layout, modules in find_modules_of_each(names):
         if any(layout.required <= {*module.tensors.values()} for module in modules):
             strays = [n for m in modules for n in find_unlisted_tensors_of_module(m, layout)]
             if strays:
