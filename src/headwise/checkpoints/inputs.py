@@ -166,8 +166,8 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
         if (
             frames != PAIR and "input_ids" not in takes
         ):  # equal images have as many points, so that none is padding
-            image = _draw(1, 1, channels, high, wide)
-            yield "two images", {name: image.expand(BATCH, PAIR, -1, -1, -1)}
+            pair = _draw(1, 1, channels, high, wide).expand(BATCH, PAIR, -1, -1, -1)
+            yield "two images", {name: pair}
     if "flattened_patches" in takes:
         width = _size(config, _width(config), "patch_embed_hidden_size")
         rows = torch.cat(

@@ -15,19 +15,12 @@ import torch
 
 from headwise.checkpoints import config as config_json
 from headwise.checkpoints import description as descriptions
-from headwise.checkpoints.attention import (
-    MAX_NAMES,
-)
+from headwise.checkpoints.attention import MAX_NAMES
 from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.fields import Config
 from headwise.checkpoints.inputs import find_field
 from headwise.checkpoints.places import has_heads
-from headwise.checkpoints.proof import (
-    Probe,
-    ProbedClass,
-    Proof,
-    StirredTensors,
-)
+from headwise.checkpoints.proof import Probe, ProbedClass, Proof, StirredTensors
 from headwise.checkpoints.readings import StoredReading
 from headwise.checkpoints.skeleton import NotRunError, Skeleton
 from headwise.checkpoints.source import CheckpointSource
@@ -457,9 +450,8 @@ def _select_layout(opened: Checkpoint, layout: str | Layout | None) -> Layout | 
 def _unknown_layout_error(opened: Checkpoint, reason: str = "") -> OptionError:
     kind = opened.config.get("model_type")
     stated = f"the model_type {kind}, which the catalogue lacks" if kind else "no model_type"
-    obstacle = registry.find_obstacle(opened.source.headers)
+    obstacle = registry.find_obstacle(headers := opened.source.headers)
     more = f"; not proved: {reason}" if reason else f": {obstacle.reason}" if obstacle else ""
-    headers = opened.source.headers
     names = [f"`{n}`" for n in [n for n in headers if ATTENTION.match(n)] or headers]
     more = more or (f": no layout has {list_some(names)}" if names else "")
     do = "load_attention(path, inputs={...}) with arguments for a call of the class; or "

@@ -19,13 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checkpoints.inputs import LONG, list_coordinates, list_inputs, list_runs, read_given
-from headwise.checkpoints.skeleton import (
-    COSTLY,
-    ClassCall,
-    NotRunError,
-    Skeleton,
-    build_skeleton,
-)
+from headwise.checkpoints.skeleton import COSTLY, ClassCall, NotRunError, Skeleton, build_skeleton
 from headwise.errors import OptionError
 from headwise.function.rotary import Rotary
 from headwise.function.rounding import (

@@ -11,11 +11,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from headwise.checkpoints import config as config_json
-from headwise.checkpoints.attention import (
-    ROUNDED,
-    attention_from_state,
-    find_shared_tables,
-)
+from headwise.checkpoints.attention import ROUNDED, attention_from_state, find_shared_tables
 from headwise.checkpoints.config import layout_in_layer, resolve
 from headwise.checkpoints.description import Checkpoint
 from headwise.checkpoints.fields import Config, ConfigFields
@@ -28,10 +24,7 @@ from headwise.function.weights import FIRST, NORMS, bias_of
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import (
-    NamedModule,
-    find_modules,
-)
+from headwise.layouts.modules import NamedModule, find_modules
 from headwise.layouts.plan import convert
 
 # What classes decide for each layer in code, where their config alone does not say it.

@@ -40,10 +40,10 @@ COUNTED = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim", "attention_head_size"),
 }
-# Attributes of attention modules -> what they do to tokens or queries, which no layer does.
-FORMS = {
-    "use_mask_unit_attn": "cuts its tokens into units, and attends within each",
-    "query_stride": "attends with the largest of several neighbouring queries",
+# Attributes of attention modules -> their usual value, and what another one does, as no layer does.
+FORMS: Mapping[str, tuple[object, str]] = {
+    "use_mask_unit_attn": (False, "cuts its tokens into units, and attends within each"),
+    "query_stride": (1, "attends with the largest of several neighbouring queries"),
 }
 COSTLY = 2**26  # parameters beyond which an attention, and the blocks before it, cost seconds
 
@@ -312,10 +312,8 @@ def build_skeleton(
 
 
 def _require_form_of_a_layer(attention: nn.Module, path: str) -> None:
-    for name, words in FORMS.items():
-        value = vars(attention).get(name)
-        strides = value if isinstance(value, tuple | list) else (value,)
-        if any(x is True or (isinstance(x, int) and x > 1) for x in strides):
+    for name, (usual, words) in FORMS.items():
+        if (value := vars(attention).get(name)) not in (None, usual):
             raise OptionError(
                 saw=f"{path}: {type(attention).__name__} {words}, as {name}={value} says",
                 needed="attention of each token to all, or by a mask that a call gets",

@@ -19,11 +19,7 @@ from headwise.diagnosis import probes, unseen
 from headwise.diagnosis.explained import ExplainedCalls, explain_other_way
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.model import (
-    AttentionModel,
-    RecordedCall,
-    key_query_distances,
-)
+from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall, key_query_distances
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, measure_input_gap
 from headwise.diagnosis.subjects.subject import describe_dropout_difference
 from headwise.errors import OptionError, ShapeError

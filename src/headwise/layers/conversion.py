@@ -15,13 +15,7 @@ from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.function import spec as rules
 from headwise.function.distance import slopes_of
 from headwise.function.gate import gate_width, kind_of_width
-from headwise.function.spec import (
-    FROM_CONFIG,
-    USUAL_SCALE,
-    AttentionSpec,
-    GateKind,
-    Latent,
-)
+from headwise.function.spec import FROM_CONFIG, USUAL_SCALE, AttentionSpec, GateKind, Latent
 from headwise.function.weights import LAMBDAS, NORMS, State, bias_of
 from headwise.layers.base import AttentionBase
 from headwise.layers.distance import Alibi, DebertaBias, T5Bias

@@ -70,15 +70,14 @@ def register(new: Layout) -> Layout:
     return new
 
 
-def find_modules_of_each(names: Iterable[str]) -> Iterator[tuple[Layout, list[NamedModule]]]:
-    """Yield each layout with its modules in a checkpoint; layers of one are looked up in turn."""
-    known = layouts_by_name()
-    return zip(known.values(), _list_modules((*known,), (*names,)), strict=True)
+def find_modules_of_each(names: Iterable[str]) -> list[tuple[Layout, list[NamedModule]]]:
+    """Return each layout with its modules in a checkpoint, which is kept for the next look."""
+    return _list_modules((*names,), len(_registered))
 
 
 @lru_cache(maxsize=1)
-def _list_modules(layouts: tuple[str, ...], names: tuple[str, ...]) -> list[list[NamedModule]]:
-    return [find_modules(layout(each), names) for each in layouts]
+def _list_modules(names: tuple[str, ...], _: int) -> list[tuple[Layout, list[NamedModule]]]:
+    return [(each, find_modules(each, names)) for each in layouts_by_name().values()]
 
 
 @lru_cache(maxsize=1)
@@ -139,6 +138,7 @@ SCORES = {
     r"(^|\.)relative_position_bias_table$": SWIN,
     r"(^|\.)rel_pos_[hw]$": SAM,
     r"(^|\.)gru_rel_pos_(const|linear)\b": WAVLM,
+    r"(^|\.)rel_logits_proj\b": Other("a table of distances for each query"),
 }
 
 
@@ -149,12 +149,10 @@ def find_obstacle(names: Mapping[str, Any] | Collection[str]) -> Obstacle | None
         return Obstacle(describe_score_form(*form), AS_DENSE_BIAS)
     if known is None and isinstance(names, Mapping):
         known = _find_stacked_layers(names)
-    if known is not None:
+    unlisted = iter(()) if known else _unlisted_tensors(names)
+    layout, strays = min(unlisted, key=lambda pair: len(pair[1]), default=("", []))
+    if not strays:
         return known
-    unlisted = min(_unlisted_tensors(names), key=lambda pair: len(pair[1]), default=None)
-    if unlisted is None:
-        return None
-    layout, strays = unlisted
     more = f" and {len(strays) - 1} more" if len(strays) > 1 else ""
     reason = f"its names would be those of {layout}, but for `{strays[0]}`{more}"
     return Obstacle(reason, "leave these tensors out if they are no part of attention")

@@ -64,13 +64,7 @@ from headwise.scanning.labels import FORM, RECORD
 from headwise.support.arguments import require_choice
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import human_bytes, list_some
-from headwise.surgery.code import (
-    FILE,
-    dump_config,
-    make_code_config,
-    pack_code,
-    state_pruned_heads,
-)
+from headwise.surgery.code import FILE, dump_config, make_code_config, pack_code, state_pruned_heads
 from headwise.surgery.cut import Cut, LayerCut, full_size
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import HeadPlaces, ModelHeads, pack, resize

@@ -39,7 +39,6 @@ def _with_factor(model: AttentionModel, factor: float) -> AttentionModel:
     rule = model.settings.pairs
     assert rule is not None
     change = factor - float(rule.init)
-    one = torch.ones(1, dtype=torch.float64)
-    of_first, of_second = max(change, 0.0), max(-change, 0.0)
-    vectors = (one * math.log1p(of_first), one, one * math.log1p(of_second), one)
+    logs = torch.tensor([max(change, 0.0), max(-change, 0.0)], dtype=torch.float64).log1p()
+    vectors = (logs[:1], torch.ones_like(logs[:1]), logs[1:], torch.ones_like(logs[:1]))
     return model.with_weights(**dict(zip(LAMBDAS, vectors, strict=True)))

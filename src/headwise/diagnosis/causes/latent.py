@@ -1,12 +1,14 @@
 """Causes of keys and values from a latent: its norm, factor and shared key, DeepSeek's scale."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.causes.norms import vary_eps
 from headwise.function.scaling import YarnScaling, yarn_magnitude
+from headwise.function.weights import QUERIES, ROTATED_WITH_LATENT
 
 
 def _latent_norm_missing(evidence: Evidence) -> Variants:
@@ -42,17 +44,19 @@ def _latent_factor_missing(evidence: Evidence) -> Variants:
 def _shared_key_width(evidence: Evidence) -> Variants:
     """Yield the layer that reads the first channels of the shared key alone, and of its queries."""
     model, rule = evidence.model, evidence.model.settings.compressed
-    right = 0 if rule is None else len(model.weights["wr"])
+    if rule is None:
+        return
+    settings, right = model.settings, model.heads_and_width("k_r")[1]
     for width in range(2, right, 2):
-        heads, kept = model.settings.head_dim, model.settings.head_dim - right + width
-        channels = [*range(width), *range(right, heads)]
-        weights = {n: model.weights[n][:, channels] for n in ("wq", "bq") if n in model.weights}
-        weights |= {n: model.weights[n][:width] for n in ("wr", "br") if n in model.weights}
-        rotary, settings = model.settings.rotation, {"head_dim": kept}
-        settings |= {"latent": replace(rule, shared_width=width)}
-        settings |= {} if rotary is None else {"rotary": replace(rotary, width=width)}
-        for scale in dict.fromkeys((kept**-0.5, model.settings.factor)):
-            changed = model.with_weights(**weights).with_settings(**settings, scale=scale)
+        channels, kept = [*range(width), *range(right, settings.head_dim)], slice(width)
+        held = {name: x for name, x in model.weights.items() if name in ROTATED_WITH_LATENT}
+        weights = {n: x[:, channels] if n in QUERIES else x[kept] for n, x in held.items()}
+        changes: dict[str, Any] = {"latent": replace(rule, shared_width=width)}
+        changes |= {"head_dim": (head_dim := len(channels))}
+        if settings.rotation is not None:
+            changes["rotary"] = replace(settings.rotation, width=width)
+        for scale in dict.fromkeys((head_dim**-0.5, settings.factor)):
+            changed = model.with_weights(**weights).with_settings(**changes, scale=scale)
             yield Variant(changed, {"width": width}, f"Latent(shared_width={right})")
 
 
