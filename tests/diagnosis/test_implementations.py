@@ -16,6 +16,7 @@ from headwise.diagnosis.subjects import run
 from headwise.function.rounding import exceeds_rounding, relative_difference_norm
 from headwise.identify.comparison import ModelComparison
 from headwise.identify.results import Verdict
+from tests.quick import others_extra
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own code, for flex
@@ -71,7 +72,7 @@ def test_implementations_agree_without_padding(second: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "second", ["sdpa", "headwise", pytest.param("flex_attention", marks=pytest.mark.extra)]
+    "second", others_extra(["sdpa", "headwise", "flex_attention"], "sdpa", quick=["headwise"])
 )
 def test_rows_of_padding_differ_from_eager(second: str) -> None:
     verdict, comparison = compared("eager", second, padding=4)
