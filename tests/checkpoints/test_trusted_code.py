@@ -300,7 +300,7 @@ def test_commands_that_run_no_model_read_the_tensors_beside_code(name: str, tmp_
     assert not ran(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_pruned_folder_and_its_page_name_the_class_of_the_code(
     data: Path, tmp_path: Path
 ) -> None:

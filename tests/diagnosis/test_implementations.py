@@ -84,7 +84,7 @@ def test_rows_of_padding_differ_from_eager(second: str) -> None:
     assert not any(layer.is_of_second for layer in comparison.layers)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_cause_may_be_in_the_second() -> None:
     diagnosis = compare(model("sdpa"), model("eager"), texts(padding=4))
     assert diagnosis.model is not None
@@ -185,7 +185,7 @@ class TwoOutputs(nn.Module):
         return {"first": hidden[:, -1:], "second": hidden}
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_all_outputs_of_a_model_are_compared() -> None:
     diagnosis = compare(TwoOutputs("eager"), TwoOutputs("sdpa"), texts(padding=4))
     assert diagnosis.verdict in (Verdict.DIFFERENT, Verdict.UNKNOWN)
