@@ -193,13 +193,10 @@ class StoredLayers:
                     layers.append((proved, layer))
         if len(layers) == 1:
             return self._keep(*layers[0])
+        if not layers and any(reading.before for reading in readings):
+            raise _unknown_layout_error(self.opened)
         if not layers:
-            lacks_tensors = any(reading.before for reading in readings)
-            raise (
-                _unknown_layout_error(self.opened)
-                if lacks_tensors
-                else next(iter(trials.values())).unequal_error(readings)
-            )
+            raise next(iter(trials.values())).unequal_error(readings)
         names = " and ".join(proved.reading.stored.name for proved, _ in layers)
         raise OptionError(
             saw=f"{self.opened.source.path} gives the numbers of its class as {names}",

@@ -240,8 +240,7 @@ class Skeleton:
                     module._parameters[name] = nn.Parameter(parameter.to("meta"), False)
 
     def _is_alone(self, role: str) -> bool:
-        module = self.projections[role]
-        return [*self.projections.values()].count(module) == 1
+        return [*self.projections.values()].count(self.projections[role]) == 1
 
 
 def _tokens_in_rows(x: Tensor, given: Sequence[Tensor]) -> Tensor:
