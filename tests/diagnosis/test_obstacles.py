@@ -27,6 +27,7 @@ SCORES = {
     "continuous_position_bias_mlp.0.weight": "an MLP of the place in the window",  # Swin v2
     "rel_pos_h": "rows and columns of the unscaled query",  # SAM
     "gru_rel_pos_const": "a gated table of distances",  # WavLM
+    "rel_logits_proj.proj": "a table of distances for each query",  # Inkling
 }
 
 
