@@ -57,8 +57,8 @@ def causes(first: nn.Module, second: nn.Module) -> list[Any]:
 def test_layers_that_are_counted_from_1_are_named() -> None:
     right, wrong = (DifferentialRule(usual_init(number), 1e-5) for number in (2, 3))
     [cause] = causes(*pair({"differential": right}, differential=wrong))
-    assert cause.name == "part left out"
-    assert cause.parameters == {"init": "of the next layer"}
+    assert cause.name == "factor of a difference"
+    assert cause.parameters == {"lambda_init": usual_init(3), "of": "layer 3, from 0"}
 
 
 @pytest.mark.parametrize("part", PARTS)

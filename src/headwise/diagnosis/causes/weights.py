@@ -5,7 +5,6 @@ The output gate is a projection too: it is missing, of another function, or merg
 Most mistakes in weights are moves (`headwise.identify.moves`), and have no function here.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations, product
@@ -397,11 +396,6 @@ def _part_left_out(evidence: Evidence) -> Variants:
             if name == "differential":
                 model = model.with_weights(**dict.fromkeys(LAMBDAS))
             yield Variant(model, {"part": name.replace("_", " ")}, repair)
-    if (rule := settings.pairs) is not None:
-        for words, step in {"the layer before": 0.3, "the next layer": -0.3}.items():
-            other = replace(rule, init=0.8 - (0.8 - rule.init) * math.exp(step))
-            model = evidence.model.with_settings(differential=other)
-            yield Variant(model, {"init": f"of {words}"}, f"init={rule.init:.9g}, of this layer")
 
 
 def _gate_without_sigmoid(evidence: Evidence) -> Variants:
