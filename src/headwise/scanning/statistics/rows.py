@@ -162,14 +162,14 @@ def _weight_on_first_token(tile: WeightTile) -> Tensor:
 
 def _mean_key_distance(tile: WeightTile) -> Tensor:
     # All terms of the sums are at least 0, so nothing cancels at any length.
-    first, last = int(tile.key_positions_of_queries[0]), int(tile.key_positions_of_queries[-1])
+    first, stop = tile.key_range_of_queries
     keys = torch.arange(tile.columns.start, tile.columns.stop, device=tile.weights.device)
-    before, after = (keys < first).sum().item(), (keys <= last).sum().item()
+    before, after = (min(max(x - tile.columns.start, 0), len(keys)) for x in (first, stop))
     near = (tile.key_positions_of_queries[:, None] - keys[before:after]).abs()
     inside = tile.weights[..., before:after]
     total: Tensor = torch.linalg.vecdot(inside, near.to(inside.dtype))
     # Keys on one side of all queries: the distance to the edge, plus the distance from there.
-    for part, edge in ((slice(None, before), first), (slice(after, None), last)):
+    for part, edge in ((slice(None, before), first), (slice(after, None), stop - 1)):
         weights, beyond = tile.weights[..., part], keys[part]
         if beyond.numel():
             # One vector at a time: a product with two columns takes ten times as long on CPU.
