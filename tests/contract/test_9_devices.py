@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.apart import assert_passed_apart
-from tests.contract import accelerator
+from tests.contract import accelerator, on_device
 from tests.root import ROOT
 
 PATH = ROOT / "tests" / "contract" / "accelerator.py"
@@ -19,6 +19,12 @@ DEVICES = ("card", "cuda") if torch.version.cuda else ("card",)
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_mixes_devices_or_reads_a_value(device: str) -> None:
     assert_passed_apart(PATH, count=accelerator.COUNT[device], chosen=f"on_{device}")
+
+
+def test_the_contract_on_a_device_holds_on_the_cpu() -> None:
+    on_device.test_products_and_gradients(1, torch.float32)
+    on_device.test_readings(1)
+    on_device.test_layer()
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def compute_results(
             result.entropy[at] = entropy
         if v is not None:
             values = cut_tile(v, tile, tile.columns, tile.kv_heads, e.dtype)
-            out = torch.bmm(e.view(len(values), -1, e.shape[-1]), values)
+            out = tiles.multiply(e.view(len(values), -1, e.shape[-1]), values)
             result.out[at] = out.view(*e.shape[:3], -1) / total[..., None]
         _add_column_sums(tile, e, total, y, transposed, result.received)
         if requested.average or result.cells.numel():
@@ -285,7 +285,7 @@ class Gradients:
             self.v[at] += dv.unflatten(0, (batches, heads // group))
         if upstream.transposed is not None and self.y is not None:
             received = cut_tile(upstream.transposed, tile, tile.columns, tile.heads, p.dtype)
-            dy = torch.bmm(p.view(batches * heads, rows, columns), received)
+            dy = tiles.multiply(p.view(batches * heads, rows, columns), received)
             self.y[tile.batches, tile.heads, tile.rows] = dy.unflatten(0, (batches, heads))
 
     def gradient_of_scores(
@@ -313,7 +313,7 @@ class Gradients:
         group = self._problem.group
         ds = ds.view(len(q), group * rows, columns)
         keys = cut_tile(k, tile, tile.columns, tile.kv_heads, k.dtype)
-        dq = torch.bmm(ds, keys).mul_(self._problem.scale)
+        dq = tiles.multiply(ds, keys).mul_(self._problem.scale)
         self.q[tile.batches, tile.heads, tile.rows] = dq.view(batches, heads, rows, q.shape[-1])
         dk = torch.bmm(ds.mT, q).unflatten(0, (batches, heads // group))
         self.k[tile.batches, tile.kv_heads, tile.columns] += dk
