@@ -171,8 +171,9 @@ def _layer(place: Place, axis: str, choice: str) -> Attention:
         for name, x in module.named_parameters(recurse=False):
             new = torch.zeros(x.shape, device=place.device)
             module.register_parameter(name, nn.Parameter(new, requires_grad=place.training))
-        for name, x in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros(x.shape, dtype=x.dtype, device=place.device))
+        for name, buffer in module.named_buffers(recurse=False):
+            empty = torch.zeros(buffer.shape, dtype=buffer.dtype, device=place.device)
+            setattr(module, name, empty)
     return layer
 
 
