@@ -64,14 +64,17 @@ def tile_elements(device: torch.device) -> int:
     return TILE_ELEMENTS * max(1, min(CUDA_TILES, memory // (64 * 4 * TILE_ELEMENTS)))
 
 
-def plan_tiles(problem: KernelInput, *, all_heads: bool = False) -> Iterator[Tile]:
-    """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile."""
+def plan_tiles(problem: KernelInput, *, all_heads: bool = False, parts: int = 1) -> Iterator[Tile]:
+    """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile.
+
+    Tiles are ``parts`` times smaller.
+    """
     batch, heads, queries, _ = problem.q.shape
     kv_heads, keys = problem.k.shape[1:3]
     if 0 in (batch, heads, queries):
         return
     group, span = heads // kv_heads, problem.mask.max_visible_keys
-    elements = tile_elements(problem.q.device)
+    elements = max(1, tile_elements(problem.q.device) // parts)
     rows = min(queries, max(128, span))
     in_tile = group * (kv_heads if all_heads else 1) * max(1, min(keys, span + rows))
     rows = max(1, min(rows, elements // in_tile))
