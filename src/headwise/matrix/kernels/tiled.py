@@ -162,7 +162,9 @@ def _add_column_sums(
     if y is not None:
         divided = y[tile.batches, tile.heads, tile.rows].to(e.dtype) / total[..., None]
         divided = divided.reshape(batches * heads, rows, y.shape[-1])
-        transposed[at] += torch.bmm(per_head.mT, divided).unflatten(0, (batches, heads))
+        transposed[at] += tiles.multiply_transposed(per_head, divided).unflatten(
+            0, (batches, heads)
+        )
     if received.numel():
         share = total.reciprocal().view(batches * heads, 1, rows)
         received[at] += torch.bmm(share, per_head).view(batches, heads, columns)
@@ -281,7 +283,7 @@ class Gradients:
         group, upstream = self._problem.group, self._upstream
         if upstream.out is not None and self.v is not None:
             dout = tiles.cut_tile_by_kv_head(upstream.out, tile, group, p.dtype)
-            dv = torch.bmm(p.view(len(dout), group * rows, columns).mT, dout)
+            dv = tiles.multiply_transposed(p.view(len(dout), group * rows, columns), dout)
             at = tile.batches, tile.kv_heads, tile.columns
             self.v[at] += dv.unflatten(0, (batches, heads // group))
         if upstream.transposed is not None and self.y is not None:
@@ -316,7 +318,7 @@ class Gradients:
         keys = cut_tile(k, tile, tile.columns, tile.kv_heads, k.dtype)
         dq = tiles.multiply(ds, keys).mul_(self._problem.scale)
         self.q[tile.batches, tile.heads, tile.rows] = dq.view(batches, heads, rows, q.shape[-1])
-        dk = torch.bmm(ds.mT, q).unflatten(0, (batches, heads // group))
+        dk = tiles.multiply_transposed(ds, q).unflatten(0, (batches, heads // group))
         self.k[tile.batches, tile.kv_heads, tile.columns] += dk
 
     def add_to_bias(self, tile: Tile, ds: Tensor) -> None:

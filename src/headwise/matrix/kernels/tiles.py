@@ -155,6 +155,11 @@ def multiply(a: Tensor, b: Tensor, scratch: Scratch | None = None) -> Tensor:
     return out
 
 
+def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a.mT @ b`` for each lane; the large ``a`` is not moved in memory."""
+    return multiply(b.mT.contiguous(), a).mT
+
+
 def _is_fast(a: Tensor, b: Tensor) -> bool:
     """True if oneDNN's product is faster, whose operands need their rows in memory."""
     return (
