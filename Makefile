@@ -4,6 +4,7 @@
 # make suite   the extra tests: further families, dtypes and compilers, which `make check` leaves out
 # make api     write docs/api.json: public names, commands, JSON keys, exit statuses
 # make bench   the figures, on a machine that does nothing else
+# make gpu     on a CUDA card: the contract's tests and the figures, in build/; else what it would do
 # make bench-viewer  the page in a browser: sizes, first paint, frames
 # make bench-surgery  a model with half of its groups out: time, bytes, outputs
 # make browser install Debian's chromium and firefox-esr, with which the tests of the pages run (needs root)
@@ -35,7 +36,7 @@ OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
 ENDS_TESTS := tests/contract tests/layers tests/function tests/matrix tests/paths
 
-.PHONY: demo test tests suite check lint api bench bench-viewer bench-surgery bench-compare bench-field bench-pruning browser pictures study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
+.PHONY: demo test tests suite check lint api bench gpu bench-viewer bench-surgery bench-compare bench-field bench-pruning browser pictures study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
 .DEFAULT_GOAL := demo
 
 # Without bytecode on disk, each worker and each process that a test starts compiles all files anew.
@@ -93,6 +94,9 @@ viewer/node_modules/.filled: viewer/package-lock.json
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks
+
+gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu
 
 bench-viewer: $(READY)
 	$(BIN)/python -m benchmarks.viewer

@@ -30,6 +30,24 @@ It was looked for in every operator that ran, inside the tiled kernel as well an
 backward pass; in every node of a graph; or not at all, as the second column says.
 """
 
+DEVICES = """
+## On an accelerator
+
+No accelerator was measured. `tests/contract/accelerator.py` runs matrices, layers, caches and
+statistics with tensors that have a device and no values. Nothing there mixes devices or reads a
+value, but for what stands below. Indices (`rows`, `topk`, `Cache.select`) and the queries of
+`seen_by` may be on the CPU. Masks, score biases, gates and positions on another device are refused.
+These wait for the device, since they read values:
+
+- `A @ v` and the native layer, with lengths, starts, segments or a packed row: the lengths, if
+  the product has more than 2**31 multiply-adds. Padding is then skipped.
+- A call of several tokens with a cache and a mask that names every key: one boolean.
+- The drop-in with `is_causal=True` and a square mask of 256 queries or more: the mask.
+- Some statistics, the positions of real tokens:
+  `duplicate_token`, `induction`, `copying`, `output_cosine`, `cka`, `total_variation`,
+  `head_distance`, `top_keys`, `map`.
+"""
+
 
 def page(rows: Mapping[str, Mapping[str, Outcome]]) -> str:
     """The whole page, from the outcomes of each path by its key."""
@@ -42,7 +60,7 @@ def page(rows: Mapping[str, Mapping[str, Outcome]]) -> str:
     lines += [f"{number}. {NOTES[key].text}" for key, number in numbers.items()]
     lines += ["", "## What was run", ""]
     lines += [f"- **{subject.name}**: {subject.what}" for subject in SUBJECTS]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + DEVICES
 
 
 def numbered(rows: Mapping[str, Mapping[str, Outcome]]) -> dict[str, int]:

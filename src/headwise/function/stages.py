@@ -183,7 +183,7 @@ def weights_from_scores(
     A row without allowed keys is zero. With a sink, a row sums to 1 less the sink's share.
     """
     # The sink is an extra column; -inf stands for no sink, and also covers rows without keys.
-    logit = s.new_tensor(-torch.inf) if sink is None else sink.to(s.dtype)[:, None, None]
+    logit = s.new_full((), -torch.inf) if sink is None else sink.to(s.dtype)[:, None, None]
     s = torch.cat([s, logit.expand(*s.shape[:-1], 1)], dim=-1)
     peak = s.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
     e = torch.exp(s - peak)

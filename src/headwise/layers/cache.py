@@ -157,7 +157,7 @@ class Cache:
 
     def select(self, sequences: Integer[Tensor, " chosen"]) -> Cache:
         """Return a new cache with these sequences, in this order, for beams or a smaller batch."""
-        sequences = convert_to_int64(sequences, "sequences")
+        sequences = convert_to_int64(sequences, "sequences").to(self._k.device)
         k, v = (buffer.index_select(0, sequences) for buffer in (self._k, self._v))
         cache = Cache(k, v, window=self.window, owner=self.owner)
         cache.length, cache.dropped = self.length, self.dropped

@@ -20,14 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.overrides import has_torch_function
 
 from headwise.matrix.kernels.dispatch import Explanation
 from headwise.support import private_torch
-from headwise.support.processor import product_here
+from headwise.support.processor import may_use_onednn, product_here
 from headwise.support.tracing import is_autocast_enabled, is_recording_operators
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 # Multiply-adds from which oneDNN is used: below, it takes 1.04 to 2.7 times F.linear's time (one to
 # 64 tokens of width 768), above 0.7 to 1.0 of it (docs/log.md).
 PAYS_FROM = 2**25
@@ -116,15 +114,7 @@ def _is_supported_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> b
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return (
         has_fast_product()
-        and bool(torch.backends.mkldnn.enabled)
-        # has_torch_function is False for DTensor and other subclasses of torch.
-        and all(type(t) in _PLAIN for t in tensors)
-        and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
-        and not torch.is_autocast_enabled("cpu")
-        and not has_torch_function(tensors)
-        and not private_torch.is_in_functorch(unknown=True)
-        and not private_torch.is_in_forward_mode()
-        and not private_torch.is_in_dispatch_mode()
+        and may_use_onednn(*tensors)
         and weight.dim() == 2
         and x.dim() >= 2
         and x.shape[-1] == weight.shape[1]

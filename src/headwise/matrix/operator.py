@@ -224,7 +224,7 @@ class AttentionMatrix(tracing.LeftOperand, lazy.ShownInNotebook):
             queries = torch.arange(length, device=self.q.device)
         else:
             call = f"topk({count}, queries=index)"
-            queries = checks.require_query_positions(queries, length, call=call)
+            queries = checks.require_query_positions(queries, length, call=call).to(self.q.device)
         return readings.largest_weights(self._kernel_input().zeroed(), count, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
@@ -290,7 +290,7 @@ class AttentionMatrix(tracing.LeftOperand, lazy.ShownInNotebook):
             ShapeError: ``queries`` is no bool tensor of (batch, queries).
         """
         checks.check_seen_by(queries, batch=self.shape[0], length=self.shape[2])
-        return readings.count_attending_queries(self._kernel_input(), queries)
+        return readings.count_attending_queries(self._kernel_input(), queries.to(self.q.device))
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
         """Return the mean of the weights over heads, without storing those of single heads."""

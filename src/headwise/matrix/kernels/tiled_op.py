@@ -260,6 +260,8 @@ class TiledKernel(kernel.Kernel):
 
     def cost(self, task: Task) -> kernel.Cost:
         """The memory is that of two tiles."""
-        cells = min(tiles.TILE_ELEMENTS, max(1, tiles.count_cells(task.problem)))
+        cells = min(
+            tiles.tile_elements(task.problem.q.device), max(1, tiles.count_cells(task.problem))
+        )
         memory = 2 * cells * task.problem.accumulation_dtype.itemsize
         return kernel.Cost(tiles.count_operations(task), memory)

@@ -19,12 +19,20 @@ from headwise.masks.bound import BoundMask
 from headwise.masks.clause import Clause, Span
 from headwise.masks.score_bias import cast_biases_for_sum
 from headwise.matrix.kernels.kernel import KernelInput, Task
+from headwise.support import private_torch
+from headwise.support.processor import may_use_onednn, product_here
 
 # 8 MB of float32. On two cores, half of it took 13 % longer and twice of it 10 % (docs/log.md).
 TILE_ELEMENTS = 2**21
+# As many times larger are tiles on CUDA, up to 1/64 of its memory. Not measured: `make gpu` does.
+CUDA_TILES = 32
 # Rows of queries for each kv head up to which a copy of the keys costs more than it saves; measured
 # on an AMD EPYC: 8 ms against 68 for one row, 35 against 99 for 64.
 FEW_ROWS = 64
+# Multiply-adds of a lane, and its rows, from which oneDNN's product takes 0.4 to 0.7 of bmm's time,
+# where that is faster (`headwise.support.processor`). Below it is slower.
+PRODUCT_PAYS_FROM, FEWEST_ROWS = 2**22, 64
+PRODUCT_ELEMENTS = 2**18  # of a block of it: 2**16 takes 1.3 times as long, one block 1.6 times
 
 
 @dataclass(frozen=True)
@@ -48,17 +56,29 @@ class Tile:
         )
 
 
-def plan_tiles(problem: KernelInput, *, all_heads: bool = False) -> Iterator[Tile]:
-    """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile."""
+def tile_elements(device: torch.device) -> int:
+    """Return the elements of a tile on a device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return TILE_ELEMENTS
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return TILE_ELEMENTS * max(1, min(CUDA_TILES, memory // (64 * 4 * TILE_ELEMENTS)))
+
+
+def plan_tiles(problem: KernelInput, *, all_heads: bool = False, parts: int = 1) -> Iterator[Tile]:
+    """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile.
+
+    Tiles are ``parts`` times smaller.
+    """
     batch, heads, queries, _ = problem.q.shape
     kv_heads, keys = problem.k.shape[1:3]
     if 0 in (batch, heads, queries):
         return
     group, span = heads // kv_heads, problem.mask.max_visible_keys
+    elements = max(1, tile_elements(problem.q.device) // parts)
     rows = min(queries, max(128, span))
     in_tile = group * (kv_heads if all_heads else 1) * max(1, min(keys, span + rows))
-    rows = max(1, min(rows, TILE_ELEMENTS // in_tile))
-    lanes = max(1, TILE_ELEMENTS // (group * rows * max(1, min(keys, span + rows))))
+    rows = max(1, min(rows, elements // in_tile))
+    lanes = max(1, elements // (group * rows * max(1, min(keys, span + rows))))
     kv_step = kv_heads if all_heads else min(kv_heads, lanes)
     batch_step = max(1, lanes // kv_heads) if kv_step == kv_heads else 1
     for b in range(0, batch, batch_step):
@@ -118,6 +138,38 @@ class KeysByColumn:
         return self._columns[:, :, tile.columns]
 
 
+def multiply(a: Tensor, b: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """Return ``a @ b`` for each lane, (lanes, rows, columns), perhaps in scratch memory."""
+    (lanes, rows, width), columns = a.shape, b.shape[2]
+    out = None if scratch is None else scratch.view(lanes, rows, columns)
+    if not (rows >= FEWEST_ROWS and rows * width * columns >= PRODUCT_PAYS_FROM and _is_fast(a, b)):
+        return torch.bmm(a, b, out=out)
+    out = a.new_empty(lanes, rows, columns) if out is None else out
+    # oneDNN writes new memory, which is cheap in small blocks alone. Of a part of a row it makes a
+    # product without blocks, a thousand times as slow.
+    step = max(FEWEST_ROWS, PRODUCT_ELEMENTS // columns)
+    for x, y, lane in zip(a, b, out, strict=True):
+        weight = y.contiguous().mT
+        for block, part in zip(x.contiguous().split(step), lane.split(step), strict=True):
+            part.copy_(private_torch.onednn_linear(block, weight, None))
+    return out
+
+
+def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a.mT @ b`` for each lane; the large ``a`` is not moved in memory."""
+    return multiply(b.mT.contiguous(), a).mT
+
+
+def _is_fast(a: Tensor, b: Tensor) -> bool:
+    """True if oneDNN's product is faster, whose operands need their rows in memory."""
+    return (
+        a.stride(2) == 1 == b.stride(2)
+        and private_torch.HAS_ONEDNN_LINEAR
+        and product_here().product == "onednn"
+        and may_use_onednn(a, b)
+    )
+
+
 def cut_tile(tensor: Tensor, tile: Tile, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor:
     """Cut (batch, heads, length, width) to a tile: (batches * heads, length, width)."""
     return tensor[tile.batches, heads, rows].to(dtype).flatten(0, 1)
@@ -144,8 +196,7 @@ def tile_scores(
     """
     batches, kv_heads, group, rows, columns = tile.axis_sizes(problem.group)
     q = cut_tile_by_kv_head(problem.q, tile, group, problem.accumulation_dtype) * problem.scale
-    out = scratch.view(batches * kv_heads, group * rows, columns)
-    torch.bmm(q, keys.cut(tile), out=out)
+    out = multiply(q, keys.cut(tile), scratch)
     s = out.view(batches, kv_heads * group, rows, columns)
     derivative = None
     if problem.softcap is not None:

@@ -67,8 +67,13 @@ class WeightTile(ObservedTile):
     @cached_property
     def key_positions_of_queries(self) -> Tensor:
         """(rows,): the key at the position of each query."""
-        rows = torch.arange(self.rows.start, self.rows.stop, device=self.weights.device)
-        return rows + require_not_none(self.call.own_key)
+        return torch.arange(*self.key_range_of_queries, device=self.weights.device)
+
+    @property
+    def key_range_of_queries(self) -> tuple[int, int]:
+        """The first of `key_positions_of_queries`, and the one behind the last."""
+        first = require_not_none(self.call.own_key)
+        return first + self.rows.start, first + self.rows.stop
 
     def sum_weights_times_key_entries(self, chosen: Tensor) -> Tensor:
         """Return (batches, heads, rows): the weight on keys, each times its entry of ``chosen``.
@@ -109,7 +114,7 @@ class WeightTile(ObservedTile):
         wide = rows + 2 * self._widest
         block = self.weights.new_zeros(batches, heads, rows, wide)
         # column 0 of the block
-        first = int(self.key_positions_of_queries[0]) - self._widest - self.columns.start
+        first = self.key_range_of_queries[0] - self._widest - self.columns.start
         start, stop = max(0, first), min(columns, first + wide)
         if start < stop:
             block[..., start - first : stop - first] = self.weights[..., start:stop]
