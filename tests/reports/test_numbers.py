@@ -175,7 +175,7 @@ def test_pairs_and_words_of_all_heads(
             said = re.search(rf"looks at {NAME}, (at least |under )?{SHARE}$", title(cell))
             assert said
             assert holds(said[2], said[3], float(weights[query, key])), title(cell)
-            bounds += said[2] is not None
+            bounds += said[2] is not None and said[3] != "0.01"
             until = f"s.parts.links?.token === {key} && s.parts.links.other === null"
             set_state(
                 opened,
@@ -191,7 +191,7 @@ def test_pairs_and_words_of_all_heads(
             named = float(weights[int(said[1]), key])
             assert is_share(said[4], named) or said[3] == "at least "
             assert holds(said[3], said[4], float(weights[:, key].max())), title(cell)
-            bounds += said[3] is not None
+            bounds += said[3] is not None and said[4] != "0.01"
     assert bool(bounds) == (page == "blocks")
 
 

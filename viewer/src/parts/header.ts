@@ -179,10 +179,9 @@ export class Header implements Part {
     const { meta } = this.app;
     const isPair = meta.scans.length > 1;
     const ways = isPair ? this.changes(loaded) : this.standouts();
-    const none = isPair ? meta.headline : "No head stands out.";
     this.ways.setAttribute("aria-label", isPair ? "what changed" : "heads that stand out");
     const notes = [meta.about, this.about.textContent, meta.same, meta.chosen, ...meta.notes, meta.rule, ...meta.missing];
-    this.ways.replaceChildren(...(ways.length ? ways : [element("p", {}, none)]));
+    this.ways.replaceChildren(...(ways.length || isPair ? ways : [element("p", {}, "No head stands out.")]));
     this.ways.scrollLeft = 0;
     this.tellMore();
     this.more.replaceChildren(
