@@ -278,12 +278,12 @@ def render_markdown(text: str) -> Markup:
             blocks.append(Markup("<pre><code>{}</code></pre>").format(part))
             continue
         for block in filter(None, re.split(r"\n{2,}", part.strip())):
-            inline = Markup(re.sub(r"\*\*(.*?)\*\*", r"<b>\1</b>", str(mark_quoted(block))))
+            inline = Markup(re.sub(r"\*\*(\w[^*<]*)\*\*", r"<b>\1</b>", str(mark_quoted(block))))
             if block.startswith("## "):
                 blocks.append(Markup("<h4>{}</h4>").format(inline[3:]))
             elif block.startswith("- "):
                 items = re.split(r"^- ", inline, flags=re.M)[1:]
-                items = [Markup("<li>{}</li>").format(Markup(item)) for item in items]
+                items = [Markup("<li>{}</li>").format(Markup(item.strip())) for item in items]
                 blocks.append(Markup("<ul>{}</ul>").format(Markup("").join(items)))
             else:
                 blocks.append(Markup("<p>{}</p>").format(inline))
