@@ -283,7 +283,7 @@ def render_markdown(text: str) -> Markup:
                 blocks.append(Markup("<h4>{}</h4>").format(inline[3:]))
             elif block.startswith("- "):
                 items = re.split(r"^- ", inline, flags=re.M)[1:]
-                items = [Markup("<li>{}</li>").format(Markup(item.strip())) for item in items]
+                items = [Markup("<li>{}</li>").format(Markup(each.strip())) for each in items]
                 blocks.append(Markup("<ul>{}</ul>").format(Markup("").join(items)))
             else:
                 blocks.append(Markup("<p>{}</p>").format(inline))
