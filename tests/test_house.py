@@ -44,7 +44,7 @@ MOST_LINES_OF_A_ROOM = {
     "masks": 2_400,
     "matrix": 2_450,
     "models": 700,
-    "reports": 3_150,
+    "reports": 3_170,
     "scanning": 9_630,
     "sharding": 2_800,
     "study": 4_950,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -18,6 +19,7 @@ from headwise.reports.diagnosis import (
     difference_percent_text,
     difference_scale_position,
     render_diagnosis_page,
+    render_markdown,
     stage_rows,
 )
 from headwise.support.files import write_whole
@@ -99,8 +101,21 @@ def test_the_link_of_a_cause_leads_to_its_text() -> None:
         assert links
         for link in links:
             (article,) = page.all("article", id=link.removeprefix("#"))
-            assert "## Repair" in article.text
-            assert "](" not in article.text
+            headings = [each.text for each in article.all("h4")]
+            assert headings[0] == "Stages"
+            assert "Repair" in headings
+            # Nothing of Markdown is left, and each page names others in a list.
+            assert not re.search(r"\]\(|\*\*\w[^*]*\*\*|##|`", article.text)
+            assert article.all("li")
+
+
+def test_a_text_of_a_cause_is_no_script() -> None:
+    text = "A **bold** `x ** y`.\n\n- <b>one</b>\n- `two`\n\n```python\n- <i>\n\n## no\n```\n"
+    assert str(render_markdown(text)) == (
+        "<p>A <b>bold</b> <code>x ** y</code>.</p>\n"
+        "<ul><li>&lt;b&gt;one&lt;/b&gt;</li><li><code>two</code></li></ul>\n"
+        "<pre><code>- &lt;i&gt;\n\n## no\n</code></pre>"
+    )
 
 
 def test_each_stage_has_a_cell_for_each_input() -> None:

@@ -374,6 +374,65 @@ def test_a_change_of_all_heads_is_centred(opens: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_one_word_in_all_heads_has_its_words_and_its_table(opens: Any, tmp_path: Path) -> None:
+    opened = opens("short")
+    opened.page.click(EXPORT)
+    assert opened.page.locator("[data-subject=word]").count() == 0
+    opened.page.keyboard.press("Escape")
+    pin(opened, 20)
+    opened.do("headwise.app.toggleLinks()", "s.parts.links?.token === 20")
+    opened.settle()
+    shown = opened.page.locator("[data-part=grid] [data-id]")
+    cells = [re.split(r"\s+(?=[<≥\d][^ ]* ?%$)", cell.strip()) for cell in shown.all_inner_texts()]
+    drawn = figure(opened, "word", tmp_path)
+    for word, share in cells:
+        assert any(word in text for text in drawn.texts), word
+        assert any(share.replace(" ", "") in text.replace(" ", "") for text in drawn.texts), share
+    rows = list(csv.DictReader(io.StringIO(save(opened, "word", "csv", tmp_path).read_text())))
+    links = opened.state()["parts"]["links"]["all"]
+    assert len(rows) == len(links) == len(cells)
+    for row, link in zip(rows, links, strict=True):
+        assert (int(row["layer"]), int(row["head"])) == (link["layer"], link["head"])
+        assert float(row["at least"]) <= link["weight"] <= float(row["at most"])
+        assert row["bound"] == link["bound"]
+        title = shown.and_(opened.page.locator(f'[data-id="{row["layer"]}.{row["head"]}"]'))
+        assert row["sentence"] == title.get_attribute("title")
+
+
+@pytest.mark.slow
+def test_numbers_of_all_heads_are_of_both_scans(
+    opens: Any, scans: dict[str, HeadScan], tmp_path: Path
+) -> None:
+    rows = list(
+        csv.DictReader(io.StringIO(save(opens("two"), "heads", "csv", tmp_path).read_text()))
+    )
+    for side, scan in (("A", "before"), ("B", "long")):
+        values = [float(row[f"induction {side}"]) for row in rows]
+        assert values == pytest.approx(scans[scan]["induction"].flatten().tolist(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_link_is_the_address_of_what_is_shown(opens: Any, paths: dict[str, Path]) -> None:
+    opened = opens("short")
+    choose(opened, 1, 0)
+    pin(opened, 20)
+    opened.page.evaluate(
+        "Object.defineProperty(navigator, 'clipboard',"
+        " { value: { writeText: async (text) => { window.copied = text; } } })"
+    )
+    opened.page.click(EXPORT)
+    opened.page.click("[data-part=copy-link]")
+    opened.poll("document.querySelector('[data-part=copy-link]').textContent === 'copied'")
+    link = opened.page.evaluate("copied")
+    assert link.startswith(paths["short"].as_uri() + "#")
+    shown = {name: opened.state()[name] for name in ("layer", "head", "token", "statistic")}
+    opened.page.keyboard.press("Escape")
+    opened.do("headwise.app.set({ layer: 0, head: 2, token: null })", "s.token === null")
+    opened.do(f"location.hash = {link.partition('#')[2]!r}", "s.token === 20")
+    assert {name: opened.state()[name] for name in shown} == shown
+
+
+@pytest.mark.slow
 def test_the_answer_of_a_token(opens: Any, scans: dict[str, HeadScan], tmp_path: Path) -> None:
     opened = opens("long")
     choose(opened, 1, 0)

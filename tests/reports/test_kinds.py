@@ -241,6 +241,8 @@ def test_an_even_head_has_no_target(browser: Chromium, two: Path) -> None:
         summary = opened.page.inner_text(".summary")
         assert "evenly" in summary
         assert opened.page.locator(".summary b").count() == 0
+        opened.do("headwise.app.set({ mode: 'diff' })", "s.mode === 'diff'")
+        opened.poll("document.querySelector('[data-id=\"2.0\"]').textContent.includes('→ evenly')")
 
 
 # ---- two scans: one card a head ------------------------------------------------------------------

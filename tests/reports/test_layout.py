@@ -15,7 +15,7 @@ from headwise.reports.report import ScanReport
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
-from tests.reports.viewer_scans import gpt2_sized
+from tests.reports.viewer_scans import gpt2_sized, viewer_report, viewer_scan
 
 pytestmark = needs_a_browser
 
@@ -101,6 +101,23 @@ def test_in_a_narrow_window_map_and_text_share_the_first_screen(
         assert area(opened, "[data-part=map] canvas") >= 0.2 * 900 * 700
         for fact in range(3):
             assert is_inside(box(opened, f".facts dd >> nth={fact}"), 900, 700)
+
+
+@pytest.mark.slow
+def test_two_maps_leave_the_text_in_sight(browser: Chromium, tmp_path: Path) -> None:
+    report = viewer_report(viewer_scan(), second=viewer_scan(), names=("before", "after"))
+    page = save_scan_page(tmp_path / "two.html", report)
+    for width, height in ((900, 700), (1400, 900)):
+        with browser.open(page, width=width, height=height) as opened:
+            assert opened.state()["mode"] == "both"
+            maps = opened.page.locator("[data-part=map] .frame canvas:not(.over)").all()
+            for each in maps:
+                made = each.bounding_box()
+                assert made is not None
+                assert made["width"] >= 150
+            text = box(opened, ".text .scroller")
+            assert is_inside(text, width, height)
+            assert text[3] - text[1] >= 3 * 26
 
 
 @pytest.mark.parametrize("touch", [False, True])

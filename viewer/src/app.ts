@@ -130,6 +130,12 @@ export class App implements Seen {
     return scans.length > 1 ? `${nameOf(id)} ${isShort ? scans[id.scan]?.name : "AB"[id.scan]}` : nameOf(id);
   }
 
+  /** Return a head's name after its letter: "A: 5.3 before", and "A: 5.3" for a long name. */
+  letteredName(side: number, id: HeadId): string {
+    const letter = "AB"[side] ?? "";
+    return `${letter}: ${this.shortName(id).replace(new RegExp(` ${letter}$`), "")}`;
+  }
+
   /** Return the head of the second scan that a head is compared with: the matched, or the same. */
   partner({ layer, head }: { layer: number; head: number }, report: number = this.state.report): HeadId | null {
     const meta = this.source.reports[report];
@@ -290,7 +296,8 @@ export class App implements Seen {
   pinSecond(token: number): void {
     const { state } = this;
     const second = token === state.second ? null : token;
-    this.set({ second, order: second === null || showsLinks(state) ? state.order : "links" });
+    const isShown = second === null || showsLinks(state);
+    this.set({ second, order: isShown ? state.order : "links", tab: second === null || state.tab === "text" ? state.tab : "heads" });
   }
 
   /** Turn the grid to one word in all heads, or back. */

@@ -271,10 +271,10 @@ function move(a: Known, b: Known, other: number | null): Answer | null {
     if (change < lost[1]) lost = [token, change];
     if (change > gained[1]) gained = [token, change];
   }
-  // A rise is named before a fall that is about as large.
-  const [token, weight] = gained[1] >= RISE_FIRST * -lost[1] ? gained : lost;
+  const isEven = areExact && areEven([...b.weights.values()], fewestOf("queries"));
+  // A rise is named before a fall that is about as large; of tokens that are even now none is named.
+  const [token, weight] = lost[0] < 0 || (!isEven && gained[1] >= RISE_FIRST * -lost[1]) ? gained : lost;
   if (token < 0) return areExact ? { other: 0, weight: 0, bound: "exact", moved: { lost: null, gained: null } } : null;
   const named = (each: Lit): Lit | null => (Math.abs(each[1]) >= LEAST ? each : null);
-  const isEven = areExact && !named(gained) && areEven([...b.weights.values()], fewestOf("queries"));
-  return { other: token, weight, bound: areExact ? "exact" : "at least", moved: { lost: named(lost), gained: named(gained) }, ...(isEven ? { isEven } : {}) };
+  return { other: token, weight, bound: areExact ? "exact" : "at least", moved: { lost: named(lost), gained: isEven ? null : named(gained) }, ...(isEven ? { isEven } : {}) };
 }

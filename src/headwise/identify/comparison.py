@@ -124,10 +124,7 @@ class FoundCause:
     @property
     def parameters_in_words(self) -> str:
         """The parameters in words: ``theta 10000``."""
-        return ", ".join(
-            _format_roles(value) if name == "roles" else f"{name} {_format_parameter(value)}"
-            for name, value in self.parameters.items()
-        )
+        return ", ".join(_format_named(name, value) for name, value in self.parameters.items())
 
     @property
     def heads_in_words(self) -> str:
@@ -309,6 +306,13 @@ def format_noun_with_numbers(noun: str, numbers: Sequence[int]) -> str:
     if [*numbers] == [*range(first, last + 1)]:
         return f"{noun}s {first} to {last}"
     return f"{noun}s {list_some([*map(str, numbers)], MOST_NUMBERS)}"
+
+
+def _format_named(name: str, value: Any) -> str:
+    if name == "roles":
+        return _format_roles(value)
+    is_one = name in ("heads", "rows") and isinstance(value, list | tuple) and len(value) == 1
+    return f"{name[:-1] if is_one else name} {_format_parameter(value)}"
 
 
 def _format_roles(roles: str) -> str:

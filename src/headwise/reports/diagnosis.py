@@ -265,13 +265,38 @@ class DiagnosisReport:
         ]
 
 
+def mark_quoted(text: object) -> Markup:
+    """Return a text in which quoted names of tensors are code."""
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def render_markdown(text: str) -> Markup:
+    """Render what the pages of causes hold of Markdown: headings, lists, code and bold words."""
+    blocks = []
+    for n, part in enumerate(re.split(r"```\w*\n(.*?)```", text, flags=re.S)):
+        if n % 2:
+            blocks.append(Markup("<pre><code>{}</code></pre>").format(part))
+            continue
+        for block in filter(None, re.split(r"\n{2,}", part.strip())):
+            inline = Markup(re.sub(r"\*\*(\w[^*<]*)\*\*", r"<b>\1</b>", str(mark_quoted(block))))
+            if block.startswith("## "):
+                blocks.append(Markup("<h4>{}</h4>").format(inline[3:]))
+            elif block.startswith("- "):
+                items = re.split(r"^- ", inline, flags=re.M)[1:]
+                items = [Markup("<li>{}</li>").format(Markup(each.strip())) for each in items]
+                blocks.append(Markup("<ul>{}</ul>").format(Markup("").join(items)))
+            else:
+                blocks.append(Markup("<p>{}</p>").format(inline))
+    return Markup("\n").join(blocks)
+
+
 def render_diagnosis_page(report: DiagnosisReport) -> str:
     environment = template_environment()
     environment.filters |= {
         "css": images.css_colour,
         "ink": images.text_colour_on,
-        # The quoted names of tensors are code.
-        "quoted": lambda x: Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(x)))),
+        "quoted": mark_quoted,
+        "markdown": render_markdown,
     }
     diagnosis, groups = report.diagnosis, report.differing_layer_groups
     model, layers = diagnosis.model, () if diagnosis.model is None else diagnosis.model.layers

@@ -22,8 +22,8 @@ export interface Sides {
   b: Dot[];
 }
 
-/** Return a drawing for each statistic that both sides have, the largest shift of the mean first. */
-export function distributions(all: Sides[]): HTMLElement {
+/** Return a drawing for each statistic that both sides have, the largest shift of the mean first; the rows have the names of the sides. */
+export function distributions(all: Sides[], names: string[]): HTMLElement {
   const root = element("div", { class: "dots", role: "group", "aria-label": "heads of both layers" });
   const drawn = all.flatMap((sides) => {
     const [a, b] = [sides.a, sides.b].map((dots) => spreadOf(dots.map(({ value }) => value)));
@@ -36,7 +36,7 @@ export function distributions(all: Sides[]): HTMLElement {
     const shift = bare(statistic, b.mean - a.mean);
     root.append(
       element("p", { class: "small" }, labelWithUnit(statistic), element("span", { class: "soft" }, ` ${bare(statistic, a.mean)} → ${bare(statistic, b.mean)} (${b.mean > a.mean ? "+" : ""}${shift})`)),
-      drawing(sides, low, high),
+      drawing(sides, low, high, names),
       element("p", { class: "soft ends" }, element("span", {}, bare(statistic, low)), element("span", {}, bare(statistic, high))),
     );
   }
@@ -46,12 +46,12 @@ export function distributions(all: Sides[]): HTMLElement {
   return root;
 }
 
-function drawing({ statistic, a, b }: Sides, low: number, high: number): SVGElement {
+function drawing({ statistic, a, b }: Sides, low: number, high: number, names: string[]): SVGElement {
   const x = (value: number): number => PAD + (high > low ? (value - low) / (high - low) : 0.5) * (WIDTH - 2 * PAD);
   const rows = [a, b].flatMap((dots, row) => {
     const y = ROW * (row + 0.5);
     const line = shape("line", { x1: PAD, x2: WIDTH - PAD, y1: y, y2: y });
-    return [line, shape("text", { x: 0, y: y + 3 }, "AB"[row] ?? ""), ...dots.flatMap((dot) => (dot.value === null ? [] : [circle(dot, statistic, x(dot.value), y, row)]))];
+    return [line, shape("text", { x: 0, y: y + 3 }, names[row] ?? ""), ...dots.flatMap((dot) => (dot.value === null ? [] : [circle(dot, statistic, x(dot.value), y, row)]))];
   });
   return shape("svg", { viewBox: `-10 0 ${WIDTH + 10} ${2 * ROW}`, role: "group", "aria-label": labelWithUnit(statistic) }, ...rows);
 }

@@ -6,7 +6,7 @@ import { gridFigure, wordFigure } from "../figures/grid";
 import { mapFigure } from "../figures/map";
 import { toPng, toSvg } from "../figures/sheet";
 import { tokenFigure } from "../figures/token";
-import { allHeads, nameOf } from "../heads";
+import { type HeadValue, allHeads, compared, nameOf } from "../heads";
 import { gridLines, mapLines, tokenLines } from "../python";
 import { endsOf } from "../maps";
 import type { Seen } from "../view";
@@ -99,11 +99,16 @@ export class Export {
   }
 
   private headNumbers(): string {
-    const { scan } = this.app;
-    const columns = scan.statistics;
-    const values = columns.map((statistic) => allHeads(scan, statistic).map(({ value }) => value ?? ""));
-    const rows = allHeads(scan, null).map(({ layer, head }, n) => [layer, head, ...values.map((column) => column[n] ?? "")]);
-    return table(["layer", "head", ...columns.map(({ name }) => name)], rows);
+    const { app } = this;
+    const { scan, meta } = app;
+    const second = meta.scans[1];
+    const columns = scan.statistics.flatMap((statistic): [string, HeadValue[]][] => {
+      const { name } = statistic;
+      if (!second || statistic.is_change) return [[name, allHeads(scan, statistic)]];
+      return [[`${name} A`, allHeads(scan, statistic)], [`${name} B`, compared([scan, second], name, "B", (head) => app.partner(head))]];
+    });
+    const rows = allHeads(scan, null).map(({ layer, head }, n) => [layer, head, ...columns.map(([, heads]) => heads[n]?.value ?? "")]);
+    return table(["layer", "head", ...columns.map(([name]) => name)], rows);
   }
 
   private wordNumbers(): string {
@@ -111,9 +116,12 @@ export class Export {
     const isChange = this.app.linkMode === "diff";
     const rows = (links.answers?.links ?? []).map((link) => {
       const { word, sentence } = links.facts(link.layer, link, false);
-      return [link.layer, link.head, word, Number(link.weight.toPrecision(4)), link.bound, sentence];
+      const [value, low, high] = isChange ? withEnds(link.weight, 2 * MOST_ERROR) : withEnds(link.weight, undefined);
+      const isOpen = link.bound === "at least";
+      const ends = link.bound === "at most" ? [isChange ? -high : 0, high] : [isOpen && link.weight < 0 ? -1 : low, isOpen && link.weight > 0 ? 1 : high];
+      return [link.layer, link.head, word, value, ...ends, link.bound, sentence];
     });
-    return table(["layer", "head", "word", isChange ? "B - A" : "weight", "bound", "sentence"], rows);
+    return table(["layer", "head", "word", isChange ? "B - A" : "weight", ...ENDS, "bound", "sentence"], rows);
   }
 
   private tokenNumbers(): string {
@@ -134,9 +142,10 @@ export class Export {
 
 const ENDS = ["at least", "at most"];
 const ROUNDING = 5e-5; // of five digits
+const MOST_ERROR = 1 / 255; // of a stored weight, half a step of the root at 1
 
 /** Return a value in the digits that it has, with the ends of what is known of it: a stored weight stands for half a step around. */
-function withEnds(value: number, error: number | undefined): number[] {
+function withEnds(value: number, error: number | undefined): [value: number, low: number, high: number] {
   const [low, high] = error === undefined ? endsOf(value) : [value - error, value + error];
   // The ends are rounded outwards.
   const outward = (end: number, sign: number): number => Number((end + sign * ROUNDING * Math.abs(end)).toPrecision(5));

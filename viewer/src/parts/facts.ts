@@ -71,7 +71,7 @@ export class Facts implements Part {
     const { state, statistic } = app;
     const [own, other] = [app.shortName(app.chosen), state.other && app.shortName(state.other)];
     this.title.textContent = other ? `${own} and ${other}` : `Layer ${state.layer}, head ${state.head}`;
-    this.alone.textContent = `A: ${own}`;
+    this.alone.textContent = app.letteredName(0, app.chosen);
     this.alone.hidden = !other;
     this.drawList();
     this.drawPlace(statistic);

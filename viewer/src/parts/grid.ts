@@ -30,7 +30,7 @@ export class Grid implements Part {
   private readonly statistics: HTMLSelectElement;
   private readonly orders: HTMLSelectElement;
   private readonly filter = element("input", {
-    type: "text", "aria-label": "filter", placeholder: "filter: 3, *.7, > 50", autocomplete: "off", spellcheck: "false",
+    type: "text", "aria-label": "filter", placeholder: "filter: 3, > 50", title: "3: a layer; *.7: head 7 of each layer; > 50: values", autocomplete: "off", spellcheck: "false",
   });
   private readonly plain = element("input", { type: "checkbox" });
   private readonly plainLabel = element("label", { class: "small" }, this.plain, " without special tokens");

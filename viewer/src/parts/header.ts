@@ -19,14 +19,14 @@ export class Header implements Part {
   private readonly ways = element("div", {
     class: "ways", "data-part": "standouts", "data-follow": "", role: "group",
   });
-  private readonly steps = [-1, 1].map((by) =>
-    button(by < 0 ? "‹" : "›", { class: "step", tabindex: -1, "aria-label": by < 0 ? "cards before" : "more cards" }, () => this.scroll(by)),
-  );
+  /** Shows all cards, over what is below; hidden where all are in sight. */
+  private readonly all = button("", { class: "all", "data-part": "all-cards", tabindex: -1, "aria-expanded": "false" }, () => this.spread(!this.isSpread));
   /** The way back from a card to the total change of all heads. */
   private readonly total = button("", { class: "total", "data-part": "total-change" }, () => {
     const total = this.app.scan.statistics.find((each) => each.is_change);
     if (total) this.app.set({ statistic: total.name });
   });
+  private readonly row = element("div", { class: "way-row" });
   private readonly reports: HTMLElement | null;
   private shownReport = -1;
 
@@ -35,11 +35,12 @@ export class Header implements Part {
     tools: HTMLElement,
   ) {
     this.reports = this.makeReports();
+    this.row.append(this.total, this.ways, this.all);
     // The names of the reports are the title then.
     this.title.classList.toggle("unseen", this.reports !== null);
-    this.root.append(element("div", { class: "line" }, this.title, this.reports, this.about, this.more, tools), element("div", { class: "way-row" }, this.total, ...this.steps.slice(0, 1), this.ways, ...this.steps.slice(1)));
+    this.root.append(element("div", { class: "line" }, this.title, this.reports, this.about, this.more, tools), this.row);
     rovingFocus(this.ways, () => 1);
-    const tell = eachFrame(() => this.tellSteps());
+    const tell = eachFrame(() => this.tellMore());
     this.ways.addEventListener("scroll", tell);
     new ResizeObserver(tell).observe(this.ways);
   }
@@ -86,30 +87,35 @@ export class Header implements Part {
     }
   }
 
-  /** Close what is said about the page, and go to where it is opened; false if it is closed. */
+  /** Close the cards or what is said about the page, and go to where it is opened; false if both are closed. */
   closeAbout(): boolean {
-    if (!this.more.open) return false;
+    const opener = this.isSpread ? this.all : this.more.open ? this.more.querySelector("summary") : null;
+    this.spread(false);
     this.more.open = false;
-    this.more.querySelector("summary")?.focus();
-    return true;
+    opener?.focus();
+    return opener !== null;
   }
 
-  /** Scroll the cards by what is in sight. */
-  private scroll(by: number): void {
-    this.ways.scrollBy({ left: by * this.ways.clientWidth });
+  private get isSpread(): boolean {
+    return this.row.hasAttribute("data-all");
   }
 
-  /** Give the cards widths with which none is cut; show the buttons where some are out of sight, and end them at the ends. */
-  private tellSteps(): void {
-    const cards = Math.floor((this.ways.clientWidth + GAP) / (CARD + GAP));
-    this.ways.style.setProperty("--cards", String(Math.max(1, cards)));
+  /** Show all cards, or one row of them; what is below keeps its place. */
+  private spread(isSpread: boolean): void {
+    if (isSpread === this.isSpread) return;
+    this.row.style.minHeight = isSpread ? `${this.row.getBoundingClientRect().height}px` : "";
+    this.row.toggleAttribute("data-all", isSpread);
+    this.all.setAttribute("aria-expanded", String(isSpread));
+    this.tellMore();
+  }
+
+  /** Give the cards widths with which none is cut, and offer all where some are out of sight. */
+  private tellMore(): void {
     const { scrollLeft, scrollWidth, clientWidth } = this.ways;
-    const [before, after] = [scrollLeft > 1, scrollLeft + clientWidth < scrollWidth - 1];
-    this.steps.forEach((step, n) => {
-      step.hidden = !before && !after;
-      step.disabled = !(n ? after : before);
-    });
-    this.ways.toggleAttribute("data-more", after);
+    if (!this.isSpread) this.ways.style.setProperty("--cards", String(Math.max(1, Math.floor((clientWidth + GAP) / (CARD + GAP)))));
+    this.all.textContent = this.isSpread ? "close" : `all ${this.ways.childElementCount}`;
+    this.all.hidden = !this.isSpread && scrollWidth <= clientWidth + 1;
+    this.ways.toggleAttribute("data-more", scrollLeft + clientWidth < scrollWidth - 1);
   }
 
   /** Scroll the sentences, which are one row on a phone, to the one that is shown. */
@@ -159,7 +165,10 @@ export class Header implements Part {
     n: number,
     content: (Node | string)[],
   ): HTMLElement {
-    const way = button("", { class: "way", tabindex: n ? -1 : 0 }, () => this.app.choose({ layer, head }, statistic));
+    const way = button("", { class: "way", tabindex: n ? -1 : 0 }, () => {
+      this.spread(false);
+      this.app.choose({ layer, head }, statistic);
+    });
     way.dataset["head"] = nameOf({ layer, head });
     way.dataset["statistic"] = statistic;
     way.append(...content);
@@ -170,12 +179,11 @@ export class Header implements Part {
     const { meta } = this.app;
     const isPair = meta.scans.length > 1;
     const ways = isPair ? this.changes(loaded) : this.standouts();
-    const none = isPair ? meta.headline : "No head stands out.";
     this.ways.setAttribute("aria-label", isPair ? "what changed" : "heads that stand out");
     const notes = [meta.about, this.about.textContent, meta.same, meta.chosen, ...meta.notes, meta.rule, ...meta.missing];
-    this.ways.replaceChildren(...(ways.length ? ways : [element("p", {}, none)]));
+    this.ways.replaceChildren(...(ways.length || isPair ? ways : [element("p", {}, "No head stands out.")]));
     this.ways.scrollLeft = 0;
-    this.tellSteps();
+    this.tellMore();
     this.more.replaceChildren(
       element("summary", {}, "About", element("span", { class: "wide" }, notesLabel(meta.notes.length))),
       element("div", { class: "notes", tabindex: 0, role: "group", "aria-label": "notes" }, ...notes.filter(Boolean).map((note) => element("p", { class: "small" }, note))),

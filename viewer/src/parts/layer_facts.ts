@@ -48,8 +48,8 @@ export class LayerFacts {
     this.list.hidden = other !== null;
     if (!other) return this.listHeads(statistic);
     this.heading.textContent = "Every head of both";
-    const names = other.scan ? app.meta.scans.map(({ name }) => name) : layers.map((layer) => `layer ${layer}`);
-    this.rule.textContent = `A is ${names[0]}, B is ${names[1]}. A dot opens its head. The largest shift of the mean comes first.`;
+    const names = app.meta.scans.map(({ name }) => name);
+    this.rule.textContent = `${other.scan ? `A is ${names[0]}, B is ${names[1]}` : `Layer ${layers.join(" over layer ")}`}. A dot opens its head. The largest shift of the mean comes first.`;
   }
 
   // ---- one layer ----------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ export class LayerFacts {
       const b = (scan.layers[other.layer]?.heads ?? []).map((head) => dotOf(other, head, statistic.name, () => this.open({ ...other, head }, statistic.name)));
       return { statistic, a, b };
     });
-    return distributions(sides);
+    return distributions(sides, other.scan ? ["A", "B"] : [own, other].map(({ layer }) => String(layer)));
   }
 
   /** Open a head of the other side: in the second scan that of its partner, with B shown. */

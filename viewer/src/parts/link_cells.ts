@@ -44,12 +44,13 @@ export class LinkCells {
     this.unit.textContent = this.unitLine();
     this.cells.toggleAttribute("data-moves", this.isChange && answers?.asked.other === null);
     const byName = this.byName();
+    const dark = isDark(this.cells); // once: it computes styles
     for (const [name, cell] of buttons) {
       const [layer = 0, head = 0] = name.split(".").map(Number);
       const link = byName.get(name) ?? null;
       const value = link && link.bound !== "at most" ? link.weight : null;
       cell.classList.toggle("faint", test !== null && !test({ layer, head, value }));
-      this.fillCell(cell, { layer, head }, link);
+      this.fillCell(cell, { layer, head }, link, dark);
     }
     if (app.state.order === "strongest") this.sort(buttons, byName);
     if (JSON.stringify(answers?.asked) !== before && isList(app.state)) this.cells.scrollTop = 0;
@@ -69,8 +70,8 @@ export class LinkCells {
     return new Map((this.answers?.links ?? []).map((link) => [nameOf(link), link]));
   }
 
-  private fillCell(cell: HTMLElement, id: { layer: number; head: number }, link: Link | null): void {
-    const { word, share, sentence, colour } = this.facts(id.layer, link, isDark(this.cells));
+  private fillCell(cell: HTMLElement, id: { layer: number; head: number }, link: Link | null, dark: boolean): void {
+    const { word, share, sentence, colour } = this.facts(id.layer, link, dark);
     const isRow = this.app.state.order === "strongest";
     cell.setAttribute("aria-label", `layer ${id.layer}, head ${id.head}: ${sentence}`);
     cell.title = sentence;

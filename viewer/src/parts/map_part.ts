@@ -71,7 +71,7 @@ export class MapPart implements Part {
     const heads = [app.chosen, app.beside.shown];
     this.captions.forEach((caption, n) => {
       caption.hidden = !isPair;
-      caption.textContent = isPair ? `${"AB"[n]}: ${app.shortName(heads[n] ?? app.chosen)}` : "";
+      caption.textContent = isPair ? app.letteredName(n, heads[n] ?? app.chosen) : "";
     });
     (this.beside.root.parentElement as HTMLElement).hidden = !isPair;
     this.legend.root.hidden = !loaded?.map;
