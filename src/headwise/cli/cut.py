@@ -199,9 +199,9 @@ class _Command:
             options["trust_remote_code"] = self.trust_remote_code
             opened = stored.open_for_cut(self.model, self.data, self.out, **options)
             opened, plan = make_plan(opened, progress)
-        folder = opened.plan_folder(plan.cut)
+        folder = str(opened.plan_folder(plan.cut))  # a plan holds the last attention that it cut
         if not self.as_json:
-            output.print_lines([opened.note, str(plan), str(folder)])
+            output.print_lines([opened.note, str(plan), folder])
         if self.dry_run:
             self._report_plan(plan, opened.journal)
             return
