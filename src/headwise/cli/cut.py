@@ -282,7 +282,11 @@ class _Command:
             given += ", trust_remote_code=True"
         if written.form == "headwise":
             return ["import headwise.surgery", f"model = headwise.surgery.load({given})"]
-        return [f"from transformers import {kind}", f"model = {kind}.from_pretrained({given})"]
+        lines = [f"from transformers import {kind}", f"model = {kind}.from_pretrained({given})"]
+        if written.form == "code" and (written.folder / "tokenizer_config.json").is_file():
+            lines[0] += ", AutoTokenizer"  # which asks without the flag, and waits for an answer
+            lines.append(f"tokenizer = AutoTokenizer.from_pretrained({given})")
+        return lines
 
 
 @contextmanager
