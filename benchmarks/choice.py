@@ -52,18 +52,21 @@ class Trial:
 
     def plan(self, keep: float, **options: Any) -> PruningPlan:
         """Return the plan of headwise."""
-        options = {"repair": "mean", "journal": self.journal} | options
-        return plan_prune(self.model, self.to_fit, held_out=self.held_out, keep=keep, **options)
+        given: Options = {"repair": "mean", "journal": self.journal} | options
+        return plan_prune(self.model, self.to_fit, held_out=self.held_out, keep=keep, **given)
 
 
 def read_trials() -> Iterator[tuple[str, nn.Module, list[Any], list[Any]]]:
     """Yield the name, the model and the data of the small model and of the encoder."""
     from transformers import AutoModel, AutoTokenizer
 
-    yield "the model that ships", tiny.load(), *([ids] for ids in read_ports())
+    first, second = read_ports()
+    yield "the model that ships", tiny.load(), [first], [second]
     tokenizer = AutoTokenizer.from_pretrained(model_folder())
-    halves = ([dict(each) for each in batches_of(half, tokenizer)] for half in read_sentences())
-    yield "all-MiniLM-L6-v2", AutoModel.from_pretrained(model_folder()), *halves
+    to_fit, held_out = (
+        [dict(each) for each in batches_of(half, tokenizer)] for half in read_sentences()
+    )
+    yield "all-MiniLM-L6-v2", AutoModel.from_pretrained(model_folder()), to_fit, held_out
 
 
 # ---- plain recipes: a number for each head -------------------------------------------------------
@@ -95,8 +98,8 @@ def by_what_is_written(trial: Trial, plan: PruningPlan) -> Effects:
 
 def by_confidence(trial: Trial, plan: PruningPlan) -> Effects:
     """The largest weight of a query, on average (Voita et al. 2019, section 4)."""
-    found = scan(trial.model, trial.to_fit)
-    rows = dict(zip(found.layers, found["maximum"], strict=True))
+    recorded = scan(trial.model, trial.to_fit)
+    rows = dict(zip(recorded.layers, recorded["maximum"], strict=True))
     return {name: rows[label].double() for name, label in plan.names.items()}
 
 
@@ -135,7 +138,7 @@ def measure(plan: PruningPlan) -> Tensor:
 
 def add_model(table: Table, name: str, trial: Trial) -> None:
     """Add a row for each way, with its mean quality, less that of the default."""
-    effects = {}
+    effects: dict[str, Effects] = {}
     for keep in KEEPS:
         base, default = torch.tensor(0.0), None
         for way, options in WAYS.items():
