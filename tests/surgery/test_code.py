@@ -419,5 +419,5 @@ def test_a_trained_encoder_is_tuned_and_saved_again(tmp_path: Path) -> None:
     again = transformers.AutoModel.from_pretrained(tmp_path / "tuned", trust_remote_code=True)
     given = tokenizer(list(others[:8]), padding=True, return_tensors="pt")
     with torch.no_grad():
-        assert float(loss(others)) < before / 2
+        assert float(loss(others)) < 0.7 * before
         assert torch.equal(again.eval()(**given)[0], tuned(**given)[0])
