@@ -305,7 +305,8 @@ def prune(
         inputs: data to choose and fit on, as for `headwise.scanning.importance.ablations`.
         keep: the share of all heads that stays at least, between 0 and 1.
         held_out: data to measure on. None to hold out half of the inputs.
-        by: "ablation", a run without each head, or "gradient", its first-order estimate.
+        by: "ablation", a run without each head, or "gradient", an estimate: to first order, or to
+            second for a likeness to the original.
         rounds: 1 to measure each head once; more to measure again without those that are gone.
         take: "groups" or, where heads share kv heads, "heads": one query head of each kv head.
         even: True for the same number in each layer, which a config of transformers can state.
