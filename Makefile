@@ -10,7 +10,7 @@
 # make browser install Debian's chromium and firefox-esr, with which the tests of the pages run (needs root)
 # make bench-compare  how often headwise.compare names a fault's cause
 # make bench-field  the same on attention as people write it
-# make bench-pruning  heads of a trained encoder taken out by plain torch and by headwise (ten minutes)
+# make bench-pruning  heads taken out by plain recipes and by headwise, of two models (fifteen minutes)
 # make pictures  the pictures of the pages in README and docs, made of today's pages; needs Chromium
 # make study   measure the study again, and write what the documentation says of it
 # make classes try every model type of transformers, and write docs/huggingface.md
@@ -123,6 +123,7 @@ bench-field: $(READY)
 
 bench-pruning: $(READY)
 	$(BIN)/python -m benchmarks.pruning
+	$(BIN)/python -m benchmarks.choice
 
 # A test of `make check` compares the pictures with today's pages.
 pictures: $(READY)

@@ -1,6 +1,7 @@
 """``headwise prune``: plan, folder, page, and what is refused."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,37 @@ def test_a_dry_run_writes_the_effects_alone(
     assert values["journal"] == str(journal)
     run(*command)
     assert {*tmp_path.iterdir()} == {data, tmp_path / "new", tmp_path / "new.html"}
+
+
+def test_kept_effects_are_of_one_config_one_mask_and_one_version(
+    folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(folders["bert"], tmp_path / "bert"))
+    options: Any = {"form": "auto", "length": 40, "call": ""}
+    opened = stored_models.open_for_cut(folder, data, tmp_path / "new", **options)
+
+    def keep(effect: float) -> None:
+        journal = choice.Journal(opened.journal, opened._identity("ablation", "mean"))
+        if journal.find("heads") is None:
+            journal.add("heads", torch.tensor([effect]))
+
+    def kept() -> float:
+        identity = opened._identity("ablation", "mean")
+        effects = choice.Journal(opened.journal, identity).find("heads")
+        return float("nan") if effects is None else float(effects)
+
+    keep(1.0)
+    assert kept() == 1
+    opened.held_out[0]["attention_mask"][-1, -1] = 0
+    assert math.isnan(kept())
+    keep(2.0)
+    assert kept() == 2
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"gelu"', '"relu"'))
+    assert math.isnan(kept())
+    keep(3.0)
+    monkeypatch.setattr(stored_models, "version", lambda name: f"9.{len(name)}")
+    assert math.isnan(kept())
 
 
 def test_a_width_that_no_config_states_is_refused_before_the_work(

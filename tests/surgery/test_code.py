@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from headwise.checkpoints import load_attention
 from headwise.cli import app
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
+from headwise.models.minilm import model_folder
 from headwise.models.text import read_sentences
 from headwise.surgery import Cut, ModelHeads, check_folder, cut_model, load, write
 from headwise.surgery.folders import check_cut, find_loader, output_budget
@@ -362,8 +363,9 @@ def test_a_folder_with_pruned_heads_is_written_so_that_it_loads(
 
 @pytest.mark.slow
 def test_the_command_of_the_first_pages_ends_in_a_folder_that_loads(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "doors.md").read_text("utf-8")
-    [line] = [each for each in text.splitlines() if each.startswith('headwise prune "$(')]
+    pages = [(ROOT / name).read_text("utf-8") for name in ("README.md", "docs/doors.md")]
+    lines = (line for page in pages for line in page.splitlines())
+    [line] = {line for line in lines if line.startswith('headwise prune "$(')}
     sentences = [sentence for half in read_sentences() for sentence in half[:4]]
     (tmp_path / "lines.txt").write_text("\n".join(sentences))
     tools = str(Path(sys.executable).parent)
@@ -382,3 +384,43 @@ def test_the_command_of_the_first_pages_ends_in_a_folder_that_loads(tmp_path: Pa
     exec(printed, pasted)
     counts = [layer.attention.self.num_attention_heads for layer in pasted["model"].encoder.layer]
     assert sum(counts) == 54
+    assert pasted["tokenizer"]("a cat").keys() >= {"input_ids", "attention_mask"}
+
+
+# What `headwise prune` takes out of all-MiniLM-L6-v2 by default: 18 of 72 heads, by layer.
+ENCODER = ((1, 6, 7, 8, 11), (1, 2, 5, 6, 9, 10, 11), (2, 7, 9, 11), (5,), (9,))
+
+
+@pytest.mark.extra
+def test_a_trained_encoder_is_tuned_and_saved_again(tmp_path: Path) -> None:
+    folder = model_folder()
+    original = transformers.AutoModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    layers = ModelHeads(original).whole().layers
+    names = [f"encoder.layer.{number}.attention." for number in range(len(ENCODER))]
+    cut = {name: layers[name].drop(gone) for name, gone in zip(names, ENCODER, strict=True)}
+    assert write(Cut(cut), folder, tmp_path / "cut").form == "code"
+    tuned = transformers.AutoModel.from_pretrained(tmp_path / "cut", trust_remote_code=True)
+    sentences, others = read_sentences()
+    optimizer = torch.optim.AdamW(tuned.parameters(), 5e-5)
+
+    def loss(sentences: Sequence[str]) -> Tensor:
+        given = tokenizer(list(sentences), padding=True, return_tensors="pt")
+        real = given["attention_mask"][..., None]
+        made = (tuned(**given).last_hidden_state * real).sum(1)
+        with torch.no_grad():
+            expected = (original(**given).last_hidden_state * real).sum(1)
+        return 1 - torch.cosine_similarity(made, expected).mean()
+
+    with torch.no_grad():
+        before = float(loss(others))
+    for step in range(50):
+        loss(sentences[step * 8 % 200 :][:8]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tuned.eval().save_pretrained(tmp_path / "tuned")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "tuned", trust_remote_code=True)
+    given = tokenizer(list(others[:8]), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        assert float(loss(others)) < 0.7 * before
+        assert torch.equal(again.eval()(**given)[0], tuned(**given)[0])

@@ -199,9 +199,9 @@ class _Command:
             options["trust_remote_code"] = self.trust_remote_code
             opened = stored.open_for_cut(self.model, self.data, self.out, **options)
             opened, plan = make_plan(opened, progress)
-        folder = opened.plan_folder(plan.cut)
+        folder = str(opened.plan_folder(plan.cut))  # a plan holds the last attention that it cut
         if not self.as_json:
-            output.print_lines([opened.note, str(plan), str(folder)])
+            output.print_lines([opened.note, str(plan), folder])
         if self.dry_run:
             self._report_plan(plan, opened.journal)
             return
@@ -282,7 +282,11 @@ class _Command:
             given += ", trust_remote_code=True"
         if written.form == "headwise":
             return ["import headwise.surgery", f"model = headwise.surgery.load({given})"]
-        return [f"from transformers import {kind}", f"model = {kind}.from_pretrained({given})"]
+        lines = [f"from transformers import {kind}", f"model = {kind}.from_pretrained({given})"]
+        if written.form == "code" and (written.folder / "tokenizer_config.json").is_file():
+            lines[0] += ", AutoTokenizer"  # which asks without the flag, and waits for an answer
+            lines.append(f"tokenizer = AutoTokenizer.from_pretrained({given})")
+        return lines
 
 
 @contextmanager

@@ -114,22 +114,21 @@ class PruningPlan:
             recorded = record_moments(model, self.data.fit, progress=progress)
             sums = {name: recorded[label] for name, label in self.names.items()}
             cut, decisions = refit_heads(self.heads, self.gone, sums)
+        curve = self._curve(progress)  # each point is a cut, so the result is made after them
         made = cut_model(cut, model, share=share)
         before, after, moved = self.quality.change(model, made, held_out)
-        curve = self._curve(before, progress)
-        return Pruning(self, cut, made, decisions, before, after, moved, curve)
+        whole = Point(self.choice.total, float(before.mean()), float(before.mean()), False)
+        return Pruning(self, cut, made, decisions, before, after, moved, (whole, *curve))
 
-    def _curve(self, before: Tensor, progress: Progress) -> tuple[Point, ...]:
-        """Measure with all heads, with the choice, and at about `POINTS` places in between."""
+    def _curve(self, progress: Progress) -> tuple[Point, ...]:
+        """Measure without heads: with the choice, and at about `POINTS` places in all."""
         last, taken = len(self.choice.steps), self.choice.taken
-        places = sorted({taken, *(round(last * n / (POINTS - 1)) for n in range(POINTS))})
+        places = sorted({taken, *(round(last * n / (POINTS - 1)) for n in range(1, POINTS))} - {0})
         points = []
         for done, steps in enumerate(places):
             progress("curve", done, len(places))
-            zero = mean = float(before.mean())
-            if steps:
-                gone = self.choice.gone(steps)
-                zero, mean = (self._measure_cut(gone, means) for means in (None, self.means))
+            gone = self.choice.gone(steps)
+            zero, mean = (self._measure_cut(gone, means) for means in (None, self.means))
             points.append(Point(self.choice.kept(steps), zero, mean, steps == taken))
         progress("curve", len(places), len(places))
         return tuple(points)
@@ -158,7 +157,7 @@ class PruningPlan:
         lines = [
             f"{kept} of {total} heads stay, {total - kept} go, chosen by {self.by}",
             f"change of quality to first order: {change} at worst, each head as a loss"
-            if self.by == "gradient"
+            if self.by == "gradient" and not self.quality.is_likeness
             else f"predicted change of quality: {change}, the sum of the effects of single heads",
         ]
         words = {
@@ -306,7 +305,8 @@ def prune(
         inputs: data to choose and fit on, as for `headwise.scanning.importance.ablations`.
         keep: the share of all heads that stays at least, between 0 and 1.
         held_out: data to measure on. None to hold out half of the inputs.
-        by: "ablation", a run without each head, or "gradient", its first-order estimate.
+        by: "ablation", a run without each head, or "gradient", an estimate: to first order, or to
+            second for a likeness to the original.
         rounds: 1 to measure each head once; more to measure again without those that are gone.
         take: "groups" or, where heads share kv heads, "heads": one query head of each kv head.
         even: True for the same number in each layer, which a config of transformers can state.

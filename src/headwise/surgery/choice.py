@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -20,14 +21,16 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
+from headwise.scanning.call import CapturedCall, require_not_none
 from headwise.scanning.importance import ablations, gradients
+from headwise.scanning.record import record_attention
 from headwise.support.files import parse_json_object, write_whole
 from headwise.support.progress import Progress
 from headwise.support.text import describe_count
 from headwise.surgery.fit import cut_heads
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
-from headwise.surgery.quality import Quality
+from headwise.surgery.quality import Likeness, Quality
 
 By = Literal["ablation", "gradient"]
 Take = Literal["groups", "heads"]
@@ -35,6 +38,7 @@ Effects = dict[str, Tensor]  # (heads,) in float64, by layer
 Heads = dict[str, list[int]]  # by layer
 # (heads that are gone, heads to measure) -> effects of these, NaN for others
 Importance = Callable[[Heads, Heads], Effects]
+PROBES = 4  # random directions of a curvature
 
 
 @dataclass(frozen=True)
@@ -280,34 +284,72 @@ class HeadEffects:
         return effects
 
     def by_gradient(self, gone: Heads, chosen: Heads) -> Effects:
-        """Return an estimate to first order of the change of quality without each head.
+        """Return an estimate of the loss of quality without each head, from gradients.
 
         It is the mean over sequences of |∂L/∂gate|; see `headwise.scanning.importance.gradients`.
-
-        Raises:
-            OptionError: a likeness to the original, whose gradient is 0.
+        A likeness to the original has no gradient there, but a curvature; see `_by_curvature`.
         """
-        if self.quality.is_likeness:
-            raise OptionError(
-                saw=f"by='gradient' for the {self.quality.title}, whose gradient is 0 there",
-                needed="a loss with a gradient, such as that of the next token or of a task",
-                do="measure=function, where function(output, inputs) returns minus a loss "
-                "(batch,); or by='ablation'",
-            )
-        layers = [self.names[name] for name, numbers in chosen.items() if numbers]
+        labels = {self.names[name]: name for name, numbers in chosen.items() if numbers}
+        model, is_likeness = self._without(gone), isinstance(self.quality.measure, Likeness)
         self.progress("gradients of all heads", 0, 1)
-        scan = gradients(self._without(gone), self.inputs, loss=self.quality.loss, layers=layers)
-        rows = dict(
-            zip([layer.name for layer in scan.layer_scans], scan["gate_gradient"], strict=True)
-        )
+        if is_likeness:
+            rows = self._by_curvature(model, labels)
+        else:
+            scan = gradients(model, self.inputs, loss=self.quality.loss, layers=[*labels])
+            layers = [layer.name for layer in scan.layer_scans]
+            rows = dict(zip(layers, scan["gate_gradient"], strict=True))
         self.progress("gradients of all heads", 1, 1)
         effects = {}
-        for name, numbers in chosen.items():
-            if numbers:
-                row = rows[self.names[name]][self.heads.original_numbers(name)]
-                effects[name] = torch.full_like(row, torch.nan)
-                effects[name][numbers] = row[numbers]
+        for label, name in labels.items():
+            row = rows[label] if is_likeness else rows[label][self.heads.original_numbers(name)]
+            effects[name] = torch.full_like(row, torch.nan)
+            effects[name][chosen[name]] = row[chosen[name]]
         return effects
+
+    def _by_curvature(self, model: Any, labels: Mapping[str, str]) -> Effects:
+        """Return the loss of likeness without each head to second order, by recorded name.
+
+        The loss 1 - cos is half of the squared distance |u - u0|² of vectors of length 1. Let J d
+        be the derivative of u as a head's output goes to what stands in for it. Then the head costs
+
+            (u - u0)·J d + |J d|² / 2
+
+        The second term is that of Gauss and Newton: https://doi.org/10.1162/08997660260028683.
+        |J d|² is the mean of (v·J d)² over v of random signs, as in Hutchinson's estimate of a
+        trace: https://doi.org/10.1080/03610919008812866.
+        """
+        likeness = self.quality.measure
+        assert isinstance(likeness, Likeness)
+        gates: dict[str, Tensor] = {}
+
+        def watch(call: CapturedCall) -> Tensor | None:
+            if (name := labels.get(call.layer)) is None:
+                return None
+            outputs = require_not_none(call.outputs)
+            gate = outputs.new_zeros(outputs.shape[:2], requires_grad=True)
+            off = 0 if self.means is None else self.means[name].to(outputs)[:, None]
+            gates[call.layer] = gate
+            return outputs + gate[..., None, None] * (off - outputs)
+
+        effects: Effects = {label: torch.zeros(1) for label in labels}
+        generator, sequences = torch.Generator().manual_seed(0), 0
+        with record_attention(model, watch, gradients=True) as recorder:
+            for given in self.inputs:
+                gates.clear()
+                output = recorder.run(self.quality.prepared[id(given)])
+                units, original = likeness.units(output, given)
+                differentiate = partial(
+                    torch.autograd.grad, units, [*gates.values()], retain_graph=True
+                )
+                signs = torch.randint(2, (PROBES, *units.shape), generator=generator) * 2 - 1
+                squares = [differentiate(v) for v in signs.to(units)]
+                changes = differentiate((units - original).detach())
+                for label, change, *slopes in zip(gates, changes, *squares, strict=True):
+                    square = torch.stack(slopes).double().square().mean(0)
+                    total = (change.double() + square / 2).sum(0).cpu()
+                    effects[label] = effects[label] + total
+                sequences += len(units)
+        return {label: total / sequences for label, total in effects.items()}
 
     def _without(self, gone: Heads) -> Any:
         if not any(gone.values()):

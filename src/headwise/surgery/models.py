@@ -64,9 +64,11 @@ class HeadPlaces:
                 "lists the layouts",
             )
         self.places = {place.name: place for place in places}
-        with next(iter(self.state.values())).device:
+        # shapes state the functions: a layer with weights is one more copy of each attention
+        shapes = {name: x.to("meta") for name, x in self.state.items() if isinstance(x, Tensor)}
+        with torch.device("meta"):
             self.specs: Mapping[str, AttentionSpec] = {
-                name: _read_function(place, self.state) for name, place in self.places.items()
+                name: _read_function(place, shapes) for name, place in self.places.items()
             }
 
     def whole(self) -> Cut:

@@ -119,8 +119,6 @@ class Quality:
 
     title: str  # its name and unit
     measure: Measure  # (output, input) -> (batch,)
-    # True if the original model has the highest value by definition. There its gradient is 0.
-    is_likeness: bool = False
     # the value of a model that gives all tokens the same probability, minus the logarithm of their
     # number; None where it is not the loss of the next token
     guess: float | None = None
@@ -146,9 +144,14 @@ class Quality:
             loss, vocabulary = of_next
             title, guess = "minus the mean next-token loss, in nats", -math.log(vocabulary)
             return cls(title, lambda *pair: -loss(*pair), guess=guess)
-        likeness = _Likeness(model, inputs)
+        likeness = Likeness(model, inputs)
         title = f"cosine similarity of {likeness.what} to the original's"
-        return cls(title, likeness, True, None, likeness.prepared)
+        return cls(title, likeness, prepared=likeness.prepared)
+
+    @property
+    def is_likeness(self) -> bool:
+        """True if the original model has the highest value by definition: its gradient is 0."""
+        return isinstance(self.measure, Likeness)
 
     @torch.no_grad()
     def values(self, model: nn.Module, inputs: Sequence[Any]) -> Float[Tensor, " sequences"]:
@@ -229,7 +232,7 @@ def _find_next_token_loss(model: nn.Module, given: Any) -> tuple[Measure, int] |
     return None
 
 
-class _Likeness:
+class Likeness:
     """Cosine similarity of a model's first output to that of the original model."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[Any]) -> None:
@@ -242,8 +245,14 @@ class _Likeness:
                 self._expected[id(given)] = given, vectors
 
     def __call__(self, output: Any, given: Any) -> Tensor:
+        """Return the cosine of each sequence, (batch,)."""
         vectors = _vectors(output, given)[1]
         return F.cosine_similarity(vectors, self._expected[id(given)][1], dim=-1)
+
+    def units(self, output: Any, given: Any) -> tuple[Tensor, Tensor]:
+        """Return the vectors (batch, numbers) of an output and of the original, of length 1."""
+        pair = _vectors(output, given)[1], self._expected[id(given)][1]
+        return F.normalize(pair[0], dim=-1), F.normalize(pair[1], dim=-1)
 
 
 def _vectors(output: Any, given: Any) -> tuple[str, Tensor]:
