@@ -37,6 +37,7 @@ from headwise.identify.detection import GivenWeights, open_weights
 from headwise.identify.results import Diagnosis
 from headwise.layers.attention import Attention
 from headwise.layouts.modules import NamedModule
+from headwise.scanning.labels import describe_cuts
 from headwise.support.progress import Progress
 
 Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
@@ -91,7 +92,8 @@ def compare(
     """
     with watch.watching(budget, progress):
         sides = _open_side("a", a, trust_remote_code), _open_side("b", b, trust_remote_code)
-        return _compare(*sides, inputs, gradients=gradients, parts=parts)
+        diagnosis = _compare(*sides, inputs, gradients=gradients, parts=parts)
+        return diagnosis.with_notes(describe_cuts(a, b))
 
 
 NAMED_LAYERS = (Attention, nn.MultiheadAttention)

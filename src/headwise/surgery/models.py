@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checkpoints.places import Place, find_model_places
+from headwise.checkpoints.transformers import cut_classes
 from headwise.errors import DeviceError, OptionError
 from headwise.function.spec import AttentionSpec, BucketRule, Other
 from headwise.function.weights import State
@@ -236,7 +238,19 @@ def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, 
         for module in modules_of(model, heads.places[name]):
             for attribute in [a for a, n in old.items() if vars(module).get(a) == n]:
                 setattr(module, attribute, new[attribute])
+            _resize_reading(module, old, new)
         label_heads(model.get_submodule(name.rstrip(".")), layer)
+
+
+def _resize_reading(module: nn.Module, old: Mapping[str, int], new: Mapping[str, int]) -> None:
+    """Change what the code of a module reads elsewhere: in its config, or as its width."""
+    names = {*inspect.unwrap(type(module).forward).__code__.co_names}
+    width, config = old["inner_dim"], getattr(module, "config", None)
+    if "embed_dim" in names and vars(module).get("embed_dim") == width:  # of all heads together
+        module.embed_dim = new["inner_dim"]
+    read = [a for a in names & old.keys() - vars(module).keys() if hasattr(config, a)]
+    if counts := {a: new[a] for a in sorted(read) if getattr(config, a) == old[a]}:
+        cut_classes().resize(module, {"config": counts})
 
 
 def label_heads(module: nn.Module, cut: LayerCut) -> None:
