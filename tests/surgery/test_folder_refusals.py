@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from headwise.errors import CheckpointError, OptionError
 from headwise.surgery import Cut, LayerCut, cut_model, full_size, load, write
-from headwise.surgery.folders import output_budget
 from tests.checkpoints.test_resuming import files_of_the_next, wait_until
-from tests.surgery.families import FAMILIES, inputs_of, output_of, whole, without
+from tests.surgery.families import FAMILIES, inputs_of, output_budget, output_of, whole, without
 
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
