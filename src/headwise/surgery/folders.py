@@ -556,6 +556,12 @@ def check_folder(
     if stored.shape != expected.shape:
         shapes = f"an output {tuple(stored.shape)}, not {tuple(expected.shape)}"
         raise _differs(folder, f"gives other outputs than the model in memory: {shapes}")
+    if not bool(expected.isfinite().all()):
+        raise OptionError(
+            saw="outputs of the model in memory that are not finite",
+            needed="finite weights and inputs, without which no check could fail",
+            do="load the model again; NaN in one weight reaches every later layer",
+        )
     apart = float((stored.double() - expected.double()).abs().max())
     if not apart <= allowed:
         numbers = f"apart by {apart:.3g}, where rounding explains {allowed:.3g}"
