@@ -107,14 +107,18 @@ def assert_same_output(got: str, want: str, where: str) -> None:
         pytest.fail(f"{where}\n--- the page says\n{want}--- printed was\n{got}", pytrace=False)
 
 
+def make_targets() -> set[str]:
+    rules = re.findall(r"^([a-z][a-z -]*):", ROOT.joinpath("Makefile").read_text("utf-8"), re.M)
+    return set(" ".join(rules).split())
+
+
 def unknown_commands(code: str) -> Iterator[str]:
     """Commands of a shell block that this repository does not have."""
     from headwise.cli import app  # in here, since a page may be fine while the command line is not
 
     commands = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
     commands |= {group.name for group in app.registered_groups if group.name}
-    makefile = ROOT.joinpath("Makefile").read_text("utf-8")
-    targets = set(re.findall(r"^([a-z]+):", makefile, re.M))
+    targets = make_targets()
     extras = PROJECT["project"]["optional-dependencies"].keys()
     for line in code.splitlines():
         command = line.partition("#")[0].removeprefix("$ ").strip()
@@ -158,6 +162,18 @@ def test_every_block_runs_and_prints_what_the_page_says(
 def test_every_command_exists(page: Path) -> None:
     shell = [block for block in blocks(page.read_text("utf-8")) if block.language in SHELLS]
     assert [command for block in shell for command in unknown_commands(block.code)] == []
+
+
+def test_every_target_of_make_in_a_sentence_exists() -> None:
+    targets = make_targets()
+    assert "bench-field" in targets
+    named = {
+        f"{page.name}: {target}"
+        for page in PAGES
+        for target in re.findall(r"`make ([\w-]+)", page.read_text("utf-8"))
+        if target not in targets and page.stem != "log"  # which tells of earlier ones
+    }
+    assert named == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -52,7 +52,7 @@ def outputs_without_numbers(notebook: Any) -> list[list[Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", others_extra(("look", "port", "smaller"), "look", "port"))
+@pytest.mark.parametrize("name", others_extra(("look", "port", "smaller"), "look"))
 def test_a_notebook_has_the_outputs_of_its_cells(name: str) -> None:
     text = ROOT.joinpath("docs", "notebooks", f"{name}.ipynb").read_text("utf-8")
     notebook = nbformat.reads(text, as_version=4)

@@ -27,9 +27,9 @@ PICTURES = ROOT / "docs" / "images" / "study"
 HEAD = """# The study
 
 People ask these questions about attention heads, and an experiment answers each. `headwise study`
-repeats all of them, `headwise study parameters` shows one in full, and `--json` prints the numbers.
-This page was written from [one run](study.json) on a CPU ({setting}). Counts and shapes are the
-same on every machine; times and rounding errors are not.
+repeats all of them in a few minutes, `headwise study parameters` shows one in full, and `--json`
+prints the numbers. This page was written from [one run](study.json) on a CPU ({setting}).
+Counts and shapes are the same on every machine; times and rounding errors are not.
 """
 
 

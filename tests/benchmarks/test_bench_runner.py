@@ -110,7 +110,7 @@ def test_reports_agree_within_a_percent() -> None:
     assert not parameters_agree(report, {"theta": 10_000.0, "kind": "linear"})
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_benchmarks_print_no_warnings_of_other_packages() -> None:
     command = [sys.executable, "-c", "import benchmarks.timing, benchmarks.models"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -210,7 +210,7 @@ def test_the_interval_is_that_of_a_binomial(monkeypatch: pytest.MonkeyPatch) -> 
         assert low <= bound <= high
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_headwise_cuts_the_same_heads_by_the_same_measure(model: Any) -> None:
     count = 4
     outputs = pruning.head_outputs(model, batches())

@@ -19,6 +19,7 @@ from headwise.function import (
     axes_of_sections,
 )
 from tests.checkpoints.test_proof import SIZES, spread
+from tests.quick import others_slow
 
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 12}
@@ -113,7 +114,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=others_slow(FORMS, "rows first", "dynamic"))
 def form(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     config, options, wrong = FORMS[request.param]
     made = config()
@@ -154,7 +155,7 @@ PICTURES: dict[str, tuple[Any, Rotary]] = {
 }
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", others_slow(PICTURES, "pixtral"))
 def test_a_vision_tower_turns_by_row_and_column(name: str, tmp_path: Path) -> None:
     config, rotary = PICTURES[name]
     spread(transformers.AutoModel.from_config(config())).save_pretrained(tmp_path)

@@ -27,6 +27,7 @@ from headwise.function.spec import ABSENT
 from headwise.layers.norm import QKNorm
 from headwise.masks.mask import Mask
 from headwise.support.wide import in_float64
+from tests.quick import others_slow
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -93,7 +94,7 @@ LEFT_OUT: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), LEFT_OUT)
+@pytest.mark.parametrize(("kind", "options"), others_slow(LEFT_OUT))
 def test_a_setting_that_is_left_out_is_refused(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -242,7 +243,7 @@ def _layers(path: Path) -> loads.StoredLayers:
     return loads.StoredLayers(open_checkpoint(path, {}))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt-oss", "solar"])
+@pytest.mark.parametrize("kind", others_slow(["gpt-oss", "llama", "solar"]))
 def test_each_kind_of_layer_is_proved_once(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

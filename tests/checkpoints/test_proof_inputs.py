@@ -40,9 +40,7 @@ PLACES = {
     others_extra(
         PLACES,
         "fsmt",
-        "vilt",
         "lxmert",
-        "idefics2",
         quick=["siglip2_vision_model", "rf_detr_dinov2", "hunyuan_v1_dense", "mpt"],
     ),
 )

@@ -14,7 +14,7 @@ from headwise.function.spec import DisentangledRule
 from headwise.layers import DebertaBias
 from headwise.surgery import LayerCut, cut_layer
 from tests.checkpoints.test_proof import spread
-from tests.quick import others_slow
+from tests.quick import others_extra
 from tests.refusals import refusals
 
 SIZES: dict[str, Any] = {
@@ -56,7 +56,7 @@ def store(name: str, path: Path, **more: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", others_slow(FORMS))
+@pytest.mark.parametrize("name", others_extra(FORMS, "v1", quick=["v3"]))
 def test_deberta_is_read_and_proved(name: str, tmp_path: Path) -> None:
     store(name, tmp_path)
     _, _, rule, factor = FORMS[name]

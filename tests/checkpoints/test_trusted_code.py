@@ -21,7 +21,7 @@ from headwise.surgery import Cut, ModelHeads, check_folder, cut_model, write
 from headwise.surgery import load as load_cut
 from tests.huggingface.own_code import AUTO_MAP, change_json, own_folder
 from tests.huggingface.stored import WORDS
-from tests.quick import others_extra
+from tests.quick import others_extra, others_slow
 
 KINDS = ("own", "llama")  # a model_type that transformers lacks, and one that it has
 FOREIGN = "names code outside of this folder in auto_map: owner/name--own.OwnConfig"
@@ -198,6 +198,7 @@ def test_a_file_of_weights_has_the_code_beside_it(tmp_path: Path) -> None:
     assert layer.proof.startswith("proved against OwnAttention")
 
 
+@pytest.mark.slow
 def test_compare_proves_stored_layers_against_their_code(tmp_path: Path) -> None:
     folder = own_folder(tmp_path / "m", sharpness=1.25)
     model = load(folder, trust_remote_code=True).model
@@ -258,7 +259,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data.txt"
 
 
-@pytest.mark.parametrize("name", [*commands(Path(), Path())])
+@pytest.mark.parametrize("name", others_slow(commands(Path(), Path())))
 def test_a_command_runs_code_only_with_the_flag(name: str, data: Path, tmp_path: Path) -> None:
     arguments = commands(own_folder(tmp_path / "m"), data)[name]
     error = run(name, arguments).exception
@@ -299,7 +300,7 @@ def test_commands_that_run_no_model_read_the_tensors_beside_code(name: str, tmp_
     assert not ran(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_pruned_folder_and_its_page_name_the_class_of_the_code(
     data: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from headwise.checkpoints.turns import HandedPlaces, Turn, fit_rotation
 from headwise.errors import OptionError
 from headwise.function.rotary import Rotary, frequencies_of_rule
 from headwise.function.spec import Pairing, RotaryRule
-from tests.quick import others_slow
+from tests.quick import others_extra
 from tools.huggingface_classes import classes, loads
 from tools.huggingface_classes.trial import Row, built, model_and_inputs
 
@@ -131,7 +131,9 @@ TOWERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Pairing]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", others_slow(TOWERS))
+@pytest.mark.parametrize(
+    "model_type", others_extra(TOWERS, "minimax_m3_vl_vision", quick=["qwen3_vl_vision"])
+)
 def test_a_tower_is_proved_with_the_rotation_of_its_class(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def test_what_it_prints_and_writes(folder: Path, tmp_path: Path) -> None:
     *lines, time, target = out.splitlines()
     assert lines == [
         "21 tensors: 4 rewritten, moved back and compared byte for byte; 17 copied.",
+        "Attention is stored under names such as layers.0.attention.wk.weight.",
         "Read with heads 6, kv_heads 2, head_dim 10 (config.json).",
         "Not copied, since they go with llama: config.json.",
     ]
@@ -57,6 +58,7 @@ def test_counts_and_layouts_that_are_given(folder: Path, tmp_path: Path) -> None
 def test_a_root_that_is_given(folder: Path, tmp_path: Path) -> None:
     out, _ = run(folder, tmp_path / "b", "--to", "llama-meta", "--root", "text.")
     assert "The names begin with 'text.', which --root can change." in out.splitlines()
+    assert "names such as text.layers.0.attention.wk.weight." in out
     expected = {f"text.{n}": x for n, x in llamas.in_metas(llamas.weights()).items()}
     llamas.assert_same(llamas.read(tmp_path / "b"), expected)
 

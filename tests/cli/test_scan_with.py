@@ -104,7 +104,7 @@ def test_a_halved_norm_is_found(tmp_path: Path, case: str) -> None:
     assert content["compared"] == {"first": "old", "second": "new"}
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 @here
 def test_a_halved_norm_of_the_trained_encoder_is_found(tmp_path: Path) -> None:
     old = Path(minilm.model_folder())

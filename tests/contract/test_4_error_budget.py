@@ -9,6 +9,7 @@ from headwise.function import stages
 from headwise.function.budget import Budget
 from headwise.masks.mask import Mask
 from headwise.matrix.operator import AttentionMatrix
+from tests.quick import others_extra
 from tests.strategies import DTYPES
 
 QUERIES, KEYS = 301, 1153
@@ -26,13 +27,17 @@ def long_tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [
-        *(("plain", dtype) for dtype in DTYPES),
-        *((kind, torch.float32) for kind in MASKS if kind != "plain"),
-    ],
+    others_extra(
+        [
+            *(("plain", dtype) for dtype in DTYPES),
+            *((kind, torch.float32) for kind in MASKS if kind != "plain"),
+        ],
+        ("plain", DTYPES[0]),
+        ("plain", DTYPES[1]),
+        ("lengths", torch.float32),
+    ),
 )
 def test_long_rows_are_within_the_budget(kind: str, dtype: torch.dtype) -> None:
     q, k, v = long_tensors(dtype)

@@ -16,6 +16,7 @@ from headwise.diagnosis.subjects import run
 from headwise.function.rounding import exceeds_rounding, relative_difference_norm
 from headwise.identify.comparison import ModelComparison
 from headwise.identify.results import Verdict
+from tests.quick import others_extra
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own code, for flex
@@ -71,7 +72,7 @@ def test_implementations_agree_without_padding(second: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "second", ["sdpa", "headwise", pytest.param("flex_attention", marks=pytest.mark.extra)]
+    "second", others_extra(["sdpa", "headwise", "flex_attention"], "sdpa", quick=["headwise"])
 )
 def test_rows_of_padding_differ_from_eager(second: str) -> None:
     verdict, comparison = compared("eager", second, padding=4)
@@ -83,7 +84,7 @@ def test_rows_of_padding_differ_from_eager(second: str) -> None:
     assert not any(layer.is_of_second for layer in comparison.layers)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_cause_may_be_in_the_second() -> None:
     diagnosis = compare(model("sdpa"), model("eager"), texts(padding=4))
     assert diagnosis.model is not None
@@ -184,7 +185,7 @@ class TwoOutputs(nn.Module):
         return {"first": hidden[:, -1:], "second": hidden}
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_all_outputs_of_a_model_are_compared() -> None:
     diagnosis = compare(TwoOutputs("eager"), TwoOutputs("sdpa"), texts(padding=4))
     assert diagnosis.verdict in (Verdict.DIFFERENT, Verdict.UNKNOWN)

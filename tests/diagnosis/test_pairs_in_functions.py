@@ -134,7 +134,7 @@ def test_one_of_them_shows_where_the_other_cannot(layer: Attention) -> None:
     assert theta.parameters["theta"] == pytest.approx(5e5, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_two_numbers_are_fitted_at_once(layer: Attention) -> None:
     causes = explained(layer, scale=0.2, theta=5e5).causes
     assert {cause.name for cause in causes} == {"scale", "rotary theta"}
@@ -183,7 +183,7 @@ def test_three_faults_are_not_forced_into_two(layer: Attention) -> None:
     assert diagnosis.verdict is Verdict.UNKNOWN
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_outputs_that_are_all_zero_are_compared(layer: Attention) -> None:
     """A cause explains the smallest input; the other inputs are gone."""
     port = port_of(layer, scale=0.2)

@@ -263,7 +263,7 @@ def long_rotation() -> nn.Module:
     return Phi3Attention(config, 0)
 
 
-@pytest.mark.parametrize("make", [latent, long_rotation])
+@pytest.mark.parametrize("make", others_slow([long_rotation, latent]))
 def test_modules_without_a_layout_are_compared_as_functions(make: Any) -> None:
     good = spread(make())
     bad = copy.deepcopy(good)

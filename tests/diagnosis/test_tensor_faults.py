@@ -165,7 +165,7 @@ def seen(view: str, name: str, fault: str) -> str:
 
 
 # `make check` tries one tensor of each kind by two layers and by a function.
-KINDS = ("wq", "bq", "wg", "sink", "q_norms")
+KINDS = ("wq", "wg")
 QUICK = {("two layers", "wg", "negated"), ("function", "bg", "zero")}
 QUICK |= {
     cell for cell in list_cells() if cell[0] == "verify" and cell[1] in ("wg", "sink", "q_norms")

@@ -149,6 +149,7 @@ def test_a_number_below_all_that_show_is_said_as_a_bound() -> None:
     assert cause.parameters == {"added hidden keys": "-22 or less"}
 
 
+@pytest.mark.slow
 def test_a_side_that_is_causal_by_itself_is_no_plain_same() -> None:
     torch.manual_seed(0)
     config = GPT2Config(n_embd=48, n_head=4, attn_implementation="eager")

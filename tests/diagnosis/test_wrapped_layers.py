@@ -92,3 +92,12 @@ def test_quantised_weights_are_named() -> None:
         assert str(error.value).endswith("replace each weight by weight.dequantize()")
     mended = {name: getattr(x, "dequantize", x.clone)() for name, x in state.items()}
     assert len(convert(mended, "headwise", "torch-packed", heads=4)) == 4
+
+
+def test_a_layer_whose_projections_are_quantised_by_torch_has_no_parameters() -> None:
+    base = Attention(24, 4).eval()
+    layer = copy.deepcopy(base)
+    for name, _ in base.named_children():  # as quantize_dynamic does, without its slow imports
+        setattr(layer, name, nn.Identity())
+    with pytest.raises(DTypeError, match=r"compare\(lambda x: layer\(x\), original\)"):
+        compare(layer, base)

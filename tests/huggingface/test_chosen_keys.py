@@ -17,6 +17,7 @@ from headwise.masks.clauses.chosen import Chosen
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention
 from tests.huggingface.models import lengths_mask, watched
+from tests.quick import others_slow
 from tests.scanning.statistics.dense_statistics import REFERENCE, Seen
 
 BATCH, LENGTH, EMBED, HEADS, KEPT, BLOCK = 3, 23, 48, 6, 5, 4
@@ -184,8 +185,8 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("padded", others_slow([True, False]))
+@pytest.mark.parametrize("name", others_slow(MODELS))
 def test_statistics_are_those_of_the_classs_weights(name: str, padded: bool) -> None:
     mask = lengths_mask(SHORT if padded else [LENGTH] * BATCH, LENGTH, side="right")
     x = tokens()

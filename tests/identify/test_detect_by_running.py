@@ -161,7 +161,9 @@ def two_towers(kind: str, text: dict[str, Any], image: dict[str, Any]) -> nn.Mod
     return spread(getattr(transformers, f"{kind}Model")(config))
 
 
-@pytest.mark.parametrize("image", [IMAGE, {**IMAGE, **WIDER}, {**IMAGE, "num_attention_heads": 3}])
+@pytest.mark.parametrize(
+    "image", others_slow([IMAGE, {**IMAGE, **WIDER}, {**IMAGE, "num_attention_heads": 3}])
+)
 def test_towers_of_one_layout(image: dict[str, Any], tmp_path: Path) -> None:
     """CLIP's picture may have other heads."""
     after = by_class(two_towers("CLIP", TEXT, image), tmp_path, heads=6)

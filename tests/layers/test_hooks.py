@@ -157,7 +157,7 @@ print(len(calls), torch.equal(watched, whole))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_compiled_graph_shows_nothing() -> None:
     # In an interpreter of its own: the checks of shapes cannot be compiled.
     assert printed_by(COMPILED).split() == ["0", "True"]

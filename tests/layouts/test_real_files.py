@@ -225,8 +225,10 @@ def xclip() -> Real:
         source = inputs(40, length=LENGTH - 5, seed=2)
         return model.prompts_generator.decoder[0].cross_attn(inputs(40), source, source)
 
+    tower = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 1}
     sizes = {"prompt_layers": 1, "prompt_num_attention_heads": 8, "projection_dim": 40}
-    model, place = model_of("xclip", **sizes), "prompts_generator.decoder.0.cross_attn"
+    model = model_of("xclip", **sizes, text_config=tower, vision_config=tower)
+    place = "prompts_generator.decoder.0.cross_attn"
     queries, keys, output = (f"{place}.{name}" for name in ("q_proj", "k_proj", "proj"))
     return real("xclip", model, queries, output, {"num_heads": 8}, run=run, keys=keys)
 

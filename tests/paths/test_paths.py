@@ -15,11 +15,11 @@ from tests.paths.table import PAGE, page, read
 SLOW, EXTRA = pytest.mark.slow, pytest.mark.extra
 # Of a graph `make check` makes this column alone, on one path of each compiler.
 COLUMN = "layer, masks"
-FIRST = ("compile-training", "inductor", "export", "onnx", "jit")
-# Long ones that other tests look at too: half types, checkpoints, batched and second derivatives.
-MARKS = dict.fromkeys(("double", "checkpoint", "training", "vmap"), SLOW)
-MARKS["batched"] = SLOW  # tests/matrix/kernels/test_gradients_otherwise.py
-MARKS |= dict.fromkeys(("bfloat16", "float16", "autocast", "jvp"), EXTRA)
+FIRST = ("inductor", "onnx")
+# Long ones that other tests look at too: half types, checkpoints, and batched derivatives, which
+# tests/matrix/kernels/test_gradients_otherwise.py takes.
+MARKS = dict.fromkeys(("double", "checkpoint", "training"), SLOW)
+MARKS |= dict.fromkeys(("bfloat16", "float16", "autocast", "jvp", "vmap", "batched"), EXTRA)
 
 
 def list_rows() -> Iterator[Any]:

@@ -141,7 +141,7 @@ def test_the_second_token_of_a_pair_moves_nothing(browser: Chromium, two: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "height"), SIZES[:2])
+@pytest.mark.parametrize(("width", "height"), others_slow(SIZES[:2]))
 def test_asking_what_to_compare_moves_nothing(
     browser: Chromium, two: Path, width: int, height: int
 ) -> None:
@@ -161,7 +161,7 @@ def test_asking_what_to_compare_moves_nothing(
 
 
 @pytest.mark.parametrize("statistic", others_slow(["entropy", "apart"]))
-@pytest.mark.parametrize("order", ["layers", "maps", "value", "links", "strongest"])
+@pytest.mark.parametrize("order", others_slow(["layers", "maps", "value", "links", "strongest"]))
 def test_a_caption_says_what_is_drawn(
     browser: Chromium, two: Path, order: str, statistic: str
 ) -> None:

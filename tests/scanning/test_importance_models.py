@@ -20,6 +20,7 @@ from tests.huggingface.models import (
     lengths_mask,
     shaken,
 )
+from tests.quick import others_extra
 
 LENGTHS = [LENGTH, 5, 2]
 WHERE = {"llama": "model.layers.{}.self_attn.o_proj", "gpt2": "transformer.h.{}.attn.c_proj"}
@@ -97,9 +98,8 @@ def test_ablation_is_what_a_hook_does(kind: str) -> None:
                 assert allowed < scan["ablation_zero"].abs().median()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", WHERE)
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", others_extra(WHERE))
+@pytest.mark.parametrize("side", others_extra(["left", "right"]))
 def test_padding_of_others_is_nothing(kind: str, side: str) -> None:
     """A padded batch, and each sequence alone without padding, merged."""
     model, inputs = language(kind), words(side)

@@ -211,6 +211,7 @@ class ConversionReport:
         nbytes: bytes of the target's files.
         earlier_run: files of an earlier run: "nothing", "its beginning", or "other work", removed.
         roots: prefixes before the module names of the layout.
+        example: the name of one tensor of attention in the target; empty if there is none.
         unchanged_names: names as in the source, because the target layout has no other names.
         accepted: settings of `AttentionSpec` that differ and were accepted -> (source, target).
         not_copied: files beside the weights that were not copied: they describe the source.
@@ -222,6 +223,7 @@ class ConversionReport:
     nbytes: int
     earlier_run: str
     roots: tuple[str, ...]
+    example: str
     unchanged_names: tuple[str, ...]
     accepted: Mapping[str, tuple[str, str]]
     not_copied: tuple[str, ...]
@@ -308,6 +310,7 @@ def report_conversion(plan: ConversionPlan, earlier_run: str) -> ConversionRepor
         nbytes=sum(file.stat().st_size for file in written),
         earlier_run=earlier_run,
         roots=tuple(sorted(shown)),
+        example=next((name for name in names if name in attention), ""),
         unchanged_names=tuple(
             n for n in unchanged if locate_weight_outside_attention(plan.layout, n, roots) is None
         ),

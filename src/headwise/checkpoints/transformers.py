@@ -205,7 +205,8 @@ def measure_model_bytes(folder: Path) -> int:
         raise OptionError(
             saw=f"{folder} {problem}",
             needed=f"a folder with a model: {CONFIG} and its weights",
-            do="name a folder on this machine; nothing is downloaded",
+            do="name a folder on this machine; nothing is downloaded. In Python, "
+            "headwise.scan(model, ids) takes a model of your own",
         )
     weights = next(filter(None, (sorted(folder.glob(pattern)) for pattern in WEIGHTS)), [])
     if not weights:

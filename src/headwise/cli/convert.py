@@ -145,6 +145,8 @@ def _describe_conversion(
         f"{report.tensors} tensors: {report.rewritten} rewritten, moved back and compared byte for "
         f"byte; {report.tensors - report.rewritten} copied."
     )
+    if report.example:
+        yield f"Attention is stored under names such as {report.example}."
     if report.roots:
         yield f"The names begin with {', '.join(map(repr, report.roots))}, which --root can change."
     if report.unchanged_names:

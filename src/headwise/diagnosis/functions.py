@@ -30,7 +30,8 @@ IN_FLOAT64_ALONE = (
 MOST = 0.5  # of the queries
 MAKE_A_LAYER = (
     "the cause needs a layer on one side: make one of the weights of b, the right one, each stored "
-    "as that of torch.nn.Linear, and its biases as q_proj.bias and so on:",
+    "as that of torch.nn.Linear, and its biases as q_proj.bias and so on. If you do not know which "
+    "is right, compare both with it:",
     '    weights = {"q_proj.weight": wq, "k_proj.weight": wk, "v_proj.weight": wv, '
     '"out_proj.weight": wo}',
     '    layer = headwise.Attention.from_layout(weights, layout="headwise", num_heads=HEADS, '

@@ -58,6 +58,7 @@ CONSTRUCTOR = {
     "causal": _NO_HINT,
     "is_causal": _NO_HINT,
     "attn_mask": ArgumentAdvice("a mask for each call", "layer(x, mask=Mask.from_torch(m))"),
+    "rope": ArgumentAdvice("a Rotary", "rotary=Rotary()"),
     "rope_theta": ArgumentAdvice("a Rotary", "rotary=Rotary(theta={value})"),
     "sliding_window": ArgumentAdvice(
         "(left, right), beside the query's own key", "window=(sliding_window - 1, 0)"

@@ -307,7 +307,7 @@ def _require_whole_weights(model: nn.Module) -> None:
     wrapped = (n for n, each in model.named_modules() if hasattr(each, "_fsdp_wrapped_module"))
     if (first := next(chain(shards, wrapped), None)) is not None:
         raise OptionError(
-            saw=f"a model whose weights are divided among processes, such as {first or 'all of it'}",
+            saw=f"a model whose weights are divided among processes, such as {first or 'all'}",
             needed="whole weights in one process",
             do="gather them into a copy that is not wrapped: copy.load_state_dict("
             "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "

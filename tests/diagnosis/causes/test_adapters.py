@@ -153,7 +153,7 @@ def test_other_changes_of_a_projection(
     assert NAME not in [each.cause.name for each in result.causes]
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_heads_of_a_function_that_are_mirrored() -> None:
     torch.manual_seed(0)
     layer = Attention(60, 3, q_bias=False, k_bias=False, v_bias=False, out_bias=False)

@@ -10,6 +10,7 @@ from torch import Tensor
 from headwise import Attention, Rotary, compare, verify
 from headwise.function import Latent, LinearScaling, YarnScaling
 from headwise.identify.results import Verdict
+from tests.quick import others_slow
 
 EMBED, HEADS, PLAIN, SHARED = 40, 4, 10, 6
 RULE = Latent(rank=11, shared_width=SHARED, query_rank=13)
@@ -117,7 +118,9 @@ def test_a_shared_key_that_turns_in_part_is_named(width: int, cause: str) -> Non
     assert [each.name for each in diagnosis.function.causes] == [cause], str(diagnosis)
 
 
-@pytest.mark.parametrize("name", ["wa", "wc", "wr", "wk", "wv", "wq", "wo", "c_norm", "a_norm"])
+@pytest.mark.parametrize(
+    "name", others_slow(["wa", "wc", "wr", "wk", "wv", "wq", "wo", "c_norm", "a_norm"], "wr")
+)
 def test_weights_of_another_layer_are_of_their_stage(name: str) -> None:
     from headwise.layers.conversion import layer_state_dict_from_canonical, state_per_head
 

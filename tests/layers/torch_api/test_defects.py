@@ -268,6 +268,7 @@ def test_shapes_of_masks_that_torch_rejects_are_named() -> None:
         (BATCH, QUERIES, QUERIES): "repeat_interleave(6, dim=0)",
         (HEADS, QUERIES, QUERIES): "repeat(3, 1, 1)",
         (1, QUERIES, QUERIES): "attn_mask[0]",
+        (BATCH, BATCH): "batch_first=True",
         (BATCH, HEADS, QUERIES, QUERIES): "flatten(0, 1)",
     }.items():
         with pytest.raises((RuntimeError, AssertionError)) as error:

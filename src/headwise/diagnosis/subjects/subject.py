@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.outputs.runs import CLOSE, Runs
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
-from headwise.errors import OptionError
+from headwise.errors import DTypeError, OptionError
 from headwise.function.rounding import default_tolerance, is_near
 from headwise.layouts._layout import require_unquantised
 from headwise.layouts.equality import PARTS
@@ -150,11 +150,18 @@ class ModuleSubject(Subject):
     """
 
     def __init__(self, module: nn.Module, kind: str = "") -> None:
-        require_unquantised(**dict(module.named_parameters()))
+        parameters = dict(module.named_parameters())
+        require_unquantised(**parameters)
+        if not parameters:
+            raise DTypeError(
+                saw=f"{type(module).__name__} has no parameters, as after quantize_dynamic",
+                needed="weights of a floating-point dtype",
+                do="compare(lambda x: layer(x), original), which compares the outputs alone",
+            )
         self.kind = kind
         self.dropout = read_dropout(module)
         self.given, self.module = module, copy.deepcopy(module).eval()
-        self.dtype = next(module.parameters()).dtype
+        self.dtype = next(iter(parameters.values())).dtype
         self._runs_as_given: bool | None = None  # None before its first run
 
     @abstractmethod

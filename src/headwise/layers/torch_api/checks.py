@@ -384,6 +384,7 @@ def refuse_attn_mask_shape(
     queries, keys = expected[-2:]
     advice = {
         (keys, queries): "attn_mask.mT, if its two axes are swapped",
+        (batch, batch): "batch_first=True, if query is (batch, length, width)",
         (batch, keys): "pass a mask (batch, keys) as key_padding_mask",
         (1, queries, keys): "attn_mask[0], for one mask for all heads",
         (batch, queries, keys): f"attn_mask.repeat_interleave({heads}, dim=0), for one mask for"

@@ -60,7 +60,8 @@ class PaddingClause(clause.IntervalClause):
             raise MaskError(
                 saw=f"{self.kind} between {least} and {most} for {size} {axis}",
                 needed=f"{self.kind} from 0 to {size}",
-                do="pad the sequences to the longest, or correct the lengths",
+                do="pad the sequences to the longest, or correct the lengths; the q and k of an "
+                "AttentionMatrix are (batch, heads, length, width)",
             )
         return self
 
