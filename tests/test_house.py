@@ -35,7 +35,7 @@ MOST_LINES_OF_A_FUNCTION = 50
 MOST_LINES_OF_A_ROOM = {
     "checkpoints": 6_500,
     "cli": 1_990,
-    "diagnosis": 13_380,
+    "diagnosis": 13_560,
     "function": 4_340,
     "huggingface": 900,
     "identify": 5_400,
@@ -45,11 +45,11 @@ MOST_LINES_OF_A_ROOM = {
     "matrix": 2_400,
     "models": 700,
     "reports": 3_150,
-    "scanning": 9_630,
+    "scanning": 9_650,
     "sharding": 2_800,
     "study": 4_950,
     "support": 1_230,
-    "surgery": 4_990,
+    "surgery": 5_030,
 }
 # Letters of a module's name, which is read with its folder.
 MOST_LETTERS, MOST_LETTERS_OF_NINE_IN_TEN, MEDIAN_LETTERS = 20, 14, 9

@@ -77,8 +77,7 @@ def compare(
         budget: seconds after which no further input is run and no further cause is tried. At least
             one input is run. Half of it is left for the search.
         trust_remote_code: True to prove stored layers against code that is in their folder.
-        progress: called with (what is tried, number, total); None for a line on a terminal after
-            2 seconds.
+        progress: called with (what is tried, number, total); None for a line after 2 seconds.
 
     Returns:
         The verdict, the causes with their repair, and the evidence. It is true if both are the
@@ -92,8 +91,8 @@ def compare(
     """
     with watch.watching(budget, progress):
         sides = _open_side("a", a, trust_remote_code), _open_side("b", b, trust_remote_code)
-        diagnosis = _compare(*sides, inputs, gradients=gradients, parts=parts)
-        return diagnosis.with_notes(describe_cuts(a, b))
+        done = _compare(*sides, inputs, gradients=gradients, parts=parts)
+    return done.with_notes(describe_cuts(a, b))
 
 
 NAMED_LAYERS = (Attention, nn.MultiheadAttention)

@@ -84,6 +84,8 @@ LOADS: Mapping[Form, str] = {
     "headwise": "headwise.surgery.load",
 }
 WEIGHTS = (SAFETENSORS, *TORCH, *FOREIGN, INDEX)
+SAME = "a folder that gives the outputs of the cut model"
+AGAIN = "remove the folder, and write it again"
 SIDES, DRAWS = 2, 3  # both runs round; some draws stand for all
 ORIGINAL = "the folder of the model as save_pretrained wrote it"
 
@@ -550,22 +552,30 @@ def check_folder(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise _differs(folder, f"cannot be loaded: {done.stderr.strip()[-300:]}")
+            saw = f"{folder} cannot be loaded: {done.stderr.strip()[-300:]}"
+            raise CheckpointError(saw=saw, needed=SAME, do=AGAIN)
         stored = load_file(output)["output"]
-    expected, allowed = allow_runs(model, inputs)
-    if stored.shape != expected.shape:
-        shapes = f"an output {tuple(stored.shape)}, not {tuple(expected.shape)}"
-        raise _differs(folder, f"gives other outputs than the model in memory: {shapes}")
+    return _require_same(folder, stored, *allow_runs(model, inputs))
+
+
+def _require_same(folder: Path, stored: Tensor, expected: Tensor, allowed: float) -> float:
+    """Return how far two outputs are apart; raise where that is more than allowed."""
     if not bool(expected.isfinite().all()):
         raise OptionError(
             saw="outputs of the model in memory that are not finite",
             needed="finite weights and inputs, without which no check could fail",
             do="load the model again; NaN in one weight reaches every later layer",
         )
-    apart = float((stored.double() - expected.double()).abs().max())
+    saw, apart = f"an output {tuple(stored.shape)}, not {tuple(expected.shape)}", torch.nan
+    if stored.shape == expected.shape:
+        apart = float((stored.double() - expected.double()).abs().max())
+        saw = f"apart by {apart:.3g}, where rounding explains {allowed:.3g}"
     if not apart <= allowed:
-        numbers = f"apart by {apart:.3g}, where rounding explains {allowed:.3g}"
-        raise _differs(folder, f"gives other outputs than the model in memory: {numbers}")
+        raise CheckpointError(
+            saw=f"{folder} gives other outputs than the model in memory: {saw}",
+            needed=SAME,
+            do=AGAIN,
+        )
     return apart
 
 
@@ -605,14 +615,6 @@ def allow_runs(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, float]
     with torch.no_grad():
         output, *moved = [run(draw) for draw in range(1 + DRAWS)]
         return output, SIDES * max(float((x - output).abs().max()) for x in moved)
-
-
-def _differs(folder: Path, saw: str) -> CheckpointError:
-    return CheckpointError(
-        saw=f"{folder} {saw}",
-        needed="a folder that gives the outputs of the cut model",
-        do="remove the folder, and write it again",
-    )
 
 
 # ---- what can be cut -----------------------------------------------------------------------------
