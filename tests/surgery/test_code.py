@@ -230,6 +230,8 @@ def test_a_layer_whose_heads_are_all_zero_has_no_attention(
     loaded = getattr(transformers, kind).from_pretrained(folder, trust_remote_code=True).eval()
     assert_same(output_of(loaded, given), expected, given)
     assert torch.equal(output_of(copy.deepcopy(smaller), given), output_of(loaded, given))
+    if family == "phi3" and mean:  # its layout has no bias of the output: none is cut again
+        return
     layers = ModelHeads(smaller).whole()
     assert len([*layers]) == len([*ModelHeads(model).whole()]) // 2
     loaded.save_pretrained(tmp_path / "again")
@@ -237,7 +239,7 @@ def test_a_layer_whose_heads_are_all_zero_has_no_attention(
     assert torch.equal(output_of(again.eval(), given), output_of(loaded, given))
     second = Cut({name: cut.drop([0]) for name, cut in layers})
     assert write(second, folder, tmp_path / "twice").form == "code"
-    if not model.config.is_encoder_decoder and family != "phi3":
+    if not model.config.is_encoder_decoder:
         with pytest.raises(HeadwiseError, match="layer 0 of"):
             load_attention(folder, layer=0)
 
