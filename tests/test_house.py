@@ -33,9 +33,9 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
 # Room -> its ceiling of lines. A commit that raises one says so, and why.
 MOST_LINES_OF_A_ROOM = {
-    "checkpoints": 6_500,
+    "checkpoints": 6_510,
     "cli": 1_990,
-    "diagnosis": 13_450,
+    "diagnosis": 13_620,
     "function": 4_340,
     "huggingface": 900,
     "identify": 5_400,
@@ -45,11 +45,11 @@ MOST_LINES_OF_A_ROOM = {
     "matrix": 2_450,
     "models": 700,
     "reports": 3_170,
-    "scanning": 9_630,
+    "scanning": 9_650,
     "sharding": 2_800,
     "study": 4_950,
     "support": 1_250,
-    "surgery": 5_030,
+    "surgery": 5_080,
 }
 # Letters of a module's name, which is read with its folder.
 MOST_LETTERS, MOST_LETTERS_OF_NINE_IN_TEN, MEDIAN_LETTERS = 20, 14, 9

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import headwise
 from headwise.errors import CheckpointError, OptionError
 from headwise.scanning import open_model
+from headwise.scanning.labels import describe_cuts
 from headwise.surgery import Cut, LayerCut, load, write
 from tests.cli.scan_command import refused, run
 from tests.surgery.families import FAMILIES, whole
@@ -111,3 +113,12 @@ def test_a_file_of_another_purpose_is_left_alone() -> None:
     FAMILIES["llama"]().save_pretrained("source")
     Path("source", "cut.json").write_text('{"film": "the last cut"}')
     assert [list(layer) for layer in scanned("source")] == [[*range(6)]] * 2
+
+
+def test_a_comparison_says_that_a_folder_is_cut() -> None:
+    folder = write_cut("full", keep)
+    said = "is a cut model, as cut.json says: 8 of 12 heads of 2 layers are left; steps: "
+    assert f"the first {said}" in str(headwise.verify(folder, "source"))
+    [of_model] = describe_cuts("source", AutoModelForCausalLM.from_pretrained(folder))
+    assert of_model.startswith(f"the second {said}")
+    assert describe_cuts("source", {}) == ()

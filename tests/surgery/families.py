@@ -3,13 +3,15 @@
 A family is called with fields of its config that shall be others.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
+from headwise.function.budget import Budget
 from headwise.surgery import Cut, ModelHeads
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 97, 48, 6, 3, 10
@@ -125,3 +127,18 @@ def whole(model: Any) -> Cut:
 def without(model: Any, heads: list[int]) -> Cut:
     """The cut that takes these heads out of every layer."""
     return Cut({name: layer.drop(heads) for name, layer in whole(model)})
+
+
+def output_budget(model: Any, inputs: Mapping[str, Tensor]) -> Budget:
+    """The error that every honest way to the model's output may have."""
+    names = [name for name, _ in model.named_parameters()]
+
+    def output(*given: Tensor) -> Tensor:
+        wide = copy.deepcopy(model).to(given[0].dtype)
+        state = dict(zip(names, given, strict=True))
+        cast = {n: x.to(given[0].dtype) if x.is_floating_point() else x for n, x in inputs.items()}
+        result: Tensor = torch.func.functional_call(wide, state, (), cast)[0]
+        return result
+
+    with torch.no_grad():
+        return Budget.for_function(output, *(x.detach() for x in model.parameters()))

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from headwise.errors import CheckpointError, OptionError
 from headwise.surgery import Cut, LayerCut, cut_model, full_size, load, write
-from headwise.surgery.folders import output_budget
 from tests.checkpoints.test_resuming import files_of_the_next, wait_until
-from tests.surgery.families import FAMILIES, inputs_of, output_of, whole, without
+from tests.surgery.families import FAMILIES, inputs_of, output_budget, output_of, whole, without
 
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
@@ -244,3 +244,29 @@ def test_what_no_full_size_holds_is_refused() -> None:
         full_size(Cut({"a.": LayerCut(6, 6).drop([0, 1]).merge(2)}))
     with pytest.raises(OptionError, match="6 kv heads, where the model has 3"):
         full_size(Cut({"a.": LayerCut(6, 3).expand(6)}))
+
+
+def test_weights_that_are_divided_are_to_be_gathered() -> None:
+    """A parameter of FSDP is a DTensor."""
+    model = FAMILIES["bert"]()
+    model.embeddings.word_embeddings.weight.full_tensor = None
+    with pytest.raises(OptionError, match=r"divided among processes(.|\n)*full_state_dict=True"):
+        cut_model(Cut({}), model)
+
+
+def test_outputs_that_are_not_finite_are_not_compared(tmp_path: Path) -> None:
+    model = FAMILIES["bert"]()
+    model.encoder.layer[1].attention.self.query.weight.data[3, 4] = torch.nan
+    model.save_pretrained(tmp_path / "source")
+    cut, given = without(model, [0]), inputs_of(model)
+    with pytest.raises(OptionError, match="not finite"):
+        write(cut, tmp_path / "source", tmp_path / "new", inputs=given)
+
+
+def test_a_head_dim_that_the_config_computes_is_not_stated(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "num_kv_heads": 3}
+    config = transformers.FalconConfig(**sizes, vocab_size=97, new_decoder_architecture=True)
+    model = transformers.FalconForCausalLM(config)
+    model.save_pretrained(tmp_path / "source")
+    with pytest.raises(OptionError, match=r"dense.weight: \(48, 32\) after the cut"):
+        write(without(model, [0, 1]), tmp_path / "source", tmp_path / "new", form="plain")

@@ -1,6 +1,7 @@
 """Scans of what was cut: heads keep the numbers that they had."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ from torch import nn
 import headwise
 from headwise import Attention
 from headwise.errors import OptionError
+from headwise.reports.page import save_scan_page, viewer_data
+from headwise.reports.report import ScanReport
 from headwise.scanning import HeadScan
 from headwise.scanning.importance import ablations, next_token
 from headwise.surgery import Cut, LayerCut, cut_layer, cut_model
+from tests.reports.browser import Chromium, needs_a_browser
 from tests.surgery.families import FAMILIES, whole
 
 IDS = torch.arange(34).reshape(2, 17)
@@ -78,3 +82,28 @@ def test_the_file_of_a_scan_keeps_them(tmp_path: object) -> None:
     read = HeadScan.load(path)
     assert [layer.heads for layer in read.layer_scans] == [tuple(kept) for kept in KEPT]
     assert torch.equal(read["entropy"].nan_to_num(-1), scan["entropy"].nan_to_num(-1))
+
+
+def page_of(made: nn.Module, path: Path) -> list[list[int]]:
+    """Write the page of a scan, and return the numbers of the heads in its data."""
+    report = ScanReport.of(headwise.scan(made, IDS))
+    save_scan_page(path, report)
+    return [layer["heads"] for layer in viewer_data(report)[0]["scans"][0]["layers"]]
+
+
+@pytest.mark.slow
+@needs_a_browser
+def test_the_page_has_the_original_numbers(browser: Chromium, tmp_path: Path) -> None:
+    """In the labels of cells, and above the columns where the layers have the same heads."""
+    model, path = FAMILIES["llama"](), tmp_path / "page.html"
+    alike = Cut({name: cut.keep([4, 5, 0, 1]) for name, cut in whole(model)})
+    columns = "[...document.querySelectorAll('.numbers .column')].map((each) => each.textContent)"
+    labels = "[...document.querySelectorAll('[data-id]')].map((each) => each.ariaLabel)"
+    for cut, kept in ((cut_of(model), KEPT), (alike, [[4, 5, 0, 1]] * 2)):
+        assert page_of(cut_model(cut, model), path) == [list(each) for each in kept]
+        with browser.open(path) as opened:
+            heads = [f"layer {n}, head {h}: " for n, each in enumerate(kept) for h in each]
+            shown = [each for each in opened.page.evaluate(labels) if each]
+            assert all(any(x.startswith(head) for x in shown) for head in heads), shown
+            above = opened.page.evaluate(columns)
+            assert above == (["4", "5", "0", "1"] if cut is alike else [""] * 4)

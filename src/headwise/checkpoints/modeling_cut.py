@@ -1,7 +1,6 @@
 """A model of transformers whose attention modules have numbers of heads of their own.
 
-headwise wrote it; transformers alone loads it: from_pretrained(folder, trust_remote_code=True). In
-config.json ``headwise_cut`` has the modules that differ: attributes, and shapes of parameters.
+headwise wrote it; transformers alone loads it: from_pretrained(folder, trust_remote_code=True).
 """
 
 import transformers
@@ -17,6 +16,9 @@ class CutConfig:  # of the original class, under a model_type that transformers 
     def to_diff_dict(self):
         return {**super().to_diff_dict(), "model_type": "headwise_cut"}
 
+    def __getattr__(self, name):  # of an attention with counts of its own: the rest is the model's
+        return getattr(vars(self).get("of_model"), name)
+
 
 class CutModel:  # of the original class, whose modules get their sizes before weights are loaded
     is_custom_code = classmethod(lambda _: False)  # stored names are those of the original class
@@ -25,16 +27,18 @@ class CutModel:  # of the original class, whose modules get their sizes before w
         autos = {code.split(".")[-1]: auto for auto, code in self.config.auto_map.items()}
         type(self)._auto_class = autos.get(type(self).__name__)  # save_pretrained copies this file
         for name, module in [*self.named_modules()]:
-            for path, sizes in self.config.headwise_cut["modules"].items():
+            for path, sizes in self.config.headwise_cut["modules"].items():  # that differ
                 if f".{name}".endswith(f".{path}"):  # models with a head have longer names
                     resize(module, sizes)
         super().post_init()
 
 
-def resize(module, sizes):
+def resize(module, sizes):  # attributes, and shapes of parameters
     for name, value in sizes.items():
         if isinstance(value, list):  # of a parameter, which the original may lack
             value = nn.Parameter(next(module.parameters()).new_empty(value))
+        elif isinstance(value, dict):  # counts that the class reads in its config
+            vars(value := CutConfig()).update(sizes[name], of_model=module.config)
         setattr(module, name, no_heads.__get__(module) if name == "forward" else value)
     module._is_hf_initialized = False  # weights that no file has are drawn anew
 
@@ -49,11 +53,8 @@ def no_heads(module, hidden_states, *_, past_key_values=None, layer_past=None, *
 
 
 def __getattr__(name):  # the class of transformers of this name, with the changes above
-    is_config = name.startswith("Cut")
     original = getattr(transformers, name.removeprefix("Cut"))
     fields = {"__module__": __name__, "__doc__": original.__doc__}
-    if not is_config:
-        config = f"Cut{original.config_class.__name__}"
-        fields["config_class"] = globals().get(config) or __getattr__(config)
-    parents = (CutConfig if is_config else CutModel), original
-    return globals().setdefault(name, type(name, parents, fields))
+    if (parent := CutConfig if name.startswith("Cut") else CutModel) is CutModel:
+        fields["config_class"] = __getattr__(f"Cut{original.config_class.__name__}")
+    return globals().setdefault(name, type(name, (parent, original), fields))

@@ -123,6 +123,7 @@ def _compare_files(
         from headwise.diagnosis import _compare
         from headwise.diagnosis.subjects.recording import is_recording
         from headwise.identify import _verify
+        from headwise.scanning import labels
 
         layer, inputs = options["layer"], options["inputs"]
         trusted: dict[str, Any] = {"trust_remote_code": bool(options["trust_remote_code"])}
@@ -145,7 +146,8 @@ def _compare_files(
         for path, made in ((first, mine), (second, theirs)):
             if proof := getattr(made, "proof", ""):
                 console.print(f"{path}: {proof}", markup=False, highlight=False, soft_wrap=True)
-        return _compare.compare(mine, theirs, _read_input_array(inputs), **limits)
+        diagnosis = _compare.compare(mine, theirs, _read_input_array(inputs), **limits)
+        return diagnosis.with_notes(labels.describe_cuts(first, second))
 
 
 def _read_input_array(path: Path | None) -> Any:

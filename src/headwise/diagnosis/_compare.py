@@ -37,6 +37,7 @@ from headwise.identify.detection import GivenWeights, open_weights
 from headwise.identify.results import Diagnosis
 from headwise.layers.attention import Attention
 from headwise.layouts.modules import NamedModule
+from headwise.scanning.labels import describe_cuts
 from headwise.support.progress import Progress
 
 Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
@@ -76,8 +77,7 @@ def compare(
         budget: seconds after which no further input is run and no further cause is tried. At least
             one input is run. Half of it is left for the search.
         trust_remote_code: True to prove stored layers against code that is in their folder.
-        progress: called with (what is tried, number, total); None for a line on a terminal after
-            2 seconds.
+        progress: called with (what is tried, number, total); None for a line after 2 seconds.
 
     Returns:
         The verdict, the causes with their repair, and the evidence. It is true if both are the
@@ -91,7 +91,8 @@ def compare(
     """
     with watch.watching(budget, progress):
         sides = _open_side("a", a, trust_remote_code), _open_side("b", b, trust_remote_code)
-        return _compare(*sides, inputs, gradients=gradients, parts=parts)
+        done = _compare(*sides, inputs, gradients=gradients, parts=parts)
+    return done.with_notes(describe_cuts(a, b))
 
 
 NAMED_LAYERS = (Attention, nn.MultiheadAttention)

@@ -23,6 +23,7 @@ from headwise.identify.detection import Detection, Given, GivenWeights, open_wei
 from headwise.identify.results import Diagnosis, Verdict
 from headwise.layouts import equality, modules, registry
 from headwise.layouts._layout import Layout
+from headwise.scanning.labels import describe_cuts
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.progress import Progress, no_progress
 
@@ -327,7 +328,8 @@ def verify(
     mine = open_weights(first, counts, config=config, title="the first state dict")
     theirs = open_weights(second, counts, config=config, title="the second state dict")
     named = (first_layout, second_layout)
-    return verify_opened(mine, theirs, named, outputs=outputs, progress=progress)
+    diagnosis = verify_opened(mine, theirs, named, outputs=outputs, progress=progress)
+    return diagnosis.with_notes(describe_cuts(first, second))
 
 
 def verify_opened(

@@ -304,12 +304,16 @@ class Diagnosis(Displayed):
     def __bool__(self) -> bool:
         return self.verdict.is_same
 
+    def with_notes(self, notes: Iterable[str]) -> Diagnosis:
+        """Return this with further notes."""
+        return replace(self, notes=tuple(dict.fromkeys((*self.notes, *notes))))
+
     @property
     def lines(self) -> list[str]:
         """Sentences: the layouts, the evidence, the answer."""
         comparison = self.function or self.model
         if comparison is not None:
-            return [*comparison.lines, self.answer]
+            return [*comparison.lines, *(f"  {note}" for note in self.notes), self.answer]
         lines = [] if self.layouts is None else [" against ".join(n.name for n in self.layouts)]
         notes = shorten_lines([*self.notes, *map(str, self.unapplied)], SHOWN)
         notes += self.tensors.lines() if self.tensors is not None else []

@@ -36,6 +36,32 @@ def require_loadable(folder: Path) -> None:
         )
 
 
+def describe_cuts(first: object, second: object) -> tuple[str, ...]:
+    """Return a sentence for each of two models that is cut, as the record of its folder says.
+
+    Args:
+        first: a folder, a file in it, or a model of transformers that was loaded from one; anything
+            else has no record.
+        second: likewise.
+    """
+    sentences = []
+    for side, given in (("first", first), ("second", second)):
+        if isinstance(given, nn.Module):
+            given = getattr(getattr(given, "config", None), "name_or_path", None)
+        folder = Path(given) if isinstance(given, str | Path) and given else Path("cut")
+        file = (folder if folder.is_dir() else folder.parent) / RECORD
+        if file.is_file():
+            layers = parse_json_object(file.read_bytes()).get("layers", {}).values()
+            steps = dict.fromkeys(step["step"] for layer in layers for step in layer["steps"])
+            left = sum(len({*layer["left"]} - {*layer["off"]}) for layer in layers)
+            sentences.append(
+                f"the {side} is a cut model, as {RECORD} says: {left} of "
+                f"{sum(layer['heads'] for layer in layers)} heads of {len(layers)} layers are "
+                f"left; steps: {', '.join(steps)}"
+            )
+    return tuple(sentences)
+
+
 def label_model(model: nn.Module, folder: Path) -> None:
     """Let the attention modules of a cut model state the original numbers of their heads.
 

@@ -145,16 +145,16 @@ def pack_code(
 
 
 def _repeat_first(name: str, tensor: Tensor, count: int) -> Tensor:
-    """Return a canonical tensor of so many copies of its first head."""
-    dim = HEADS[name][0] if name in HEADS else None
-    return tensor if dim is None else torch.cat([tensor.narrow(dim, 0, 1)] * count, dim)
+    """Return a canonical tensor of so many copies of its first head; one kv head stays one."""
+    dim, axis = HEADS.get(name, (None, ""))
+    if dim is None:
+        return tensor
+    copies = 1 if axis == "kv_heads" and tensor.shape[dim] == 1 else count
+    return torch.cat([tensor.narrow(dim, 0, 1)] * copies, dim)
 
 
 def _require_runs(original: Any, made: Any) -> None:
-    """Raise OptionError where the class runs at its sizes on the meta device, and not at others.
-
-    Phi-3 takes the number of heads from the config of all layers, for one.
-    """
+    """Raise OptionError where the class runs at its sizes on the meta device, and not at others."""
     given = {name: x.to("meta") for name, x in original.dummy_inputs.items()}
     for model in (original, made):
         try:
@@ -209,8 +209,12 @@ def _find_modules(
         sizes: dict[str, Any] = {
             attribute: value
             for attribute, value in vars(module).items()
-            if isinstance(value, int | str) and old.get(attribute) != value
+            if isinstance(value, int | str)
+            and old.get(attribute) != value
+            and not attribute.startswith("_")
         }
+        if type(config := getattr(module, "config", None)) is cut_classes().CutConfig:
+            sizes["config"] = {a: n for a, n in vars(config).items() if a != "of_model"}
         sizes |= left_out.get(name, {})
         for local, parameter in module.named_parameters(recurse=False):
             was = old["_parameters"].get(local)

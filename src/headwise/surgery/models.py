@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.checkpoints.places import Place, find_model_places
+from headwise.checkpoints.transformers import cut_classes
 from headwise.errors import DeviceError, OptionError
 from headwise.function.spec import AttentionSpec, BucketRule, Other
 from headwise.function.weights import State
@@ -166,6 +169,7 @@ class ModelHeads(HeadPlaces):
             self.model, self.places = model, {}
             self.specs = {name: layer.spec for name, layer in self.layers.items()}
             return
+        _require_whole_weights(model)
         _require_plain_weights(dict(model.state_dict()))
         super().__init__(model)
         # A cut of one of two attention modules that share a tensor would cut the other.
@@ -238,7 +242,19 @@ def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, 
         for module in modules_of(model, heads.places[name]):
             for attribute in [a for a, n in old.items() if vars(module).get(a) == n]:
                 setattr(module, attribute, new[attribute])
+            _resize_reading(module, old, new)
         label_heads(model.get_submodule(name.rstrip(".")), layer)
+
+
+def _resize_reading(module: nn.Module, old: Mapping[str, int], new: Mapping[str, int]) -> None:
+    """Change what the code of a module reads elsewhere: in its config, or as its width."""
+    names = {*inspect.unwrap(type(module).forward).__code__.co_names}
+    width, config = old["inner_dim"], getattr(module, "config", None)
+    if "embed_dim" in names and vars(module).get("embed_dim") == width:  # of all heads together
+        vars(module)["embed_dim"] = new["inner_dim"]
+    read = [a for a in names & old.keys() - vars(module).keys() if hasattr(config, a)]
+    if counts := {a: new[a] for a in sorted(read) if getattr(config, a) == old[a]}:
+        cut_classes().resize(module, {"config": counts})
 
 
 def label_heads(module: nn.Module, cut: LayerCut) -> None:
@@ -285,6 +301,20 @@ def modules_of(model: nn.Module, place: Place) -> Iterable[nn.Module]:
         parent = owner.rpartition(".")[0]
         if not parent.startswith(path):
             yield model.get_submodule(parent)
+
+
+def _require_whole_weights(model: nn.Module) -> None:
+    """Raise for the weights of FSDP and of tensor parallelism, a part of which each process has."""
+    shards = (n for n, x in model.named_parameters() if hasattr(x, "full_tensor"))
+    wrapped = (n for n, each in model.named_modules() if hasattr(each, "_fsdp_wrapped_module"))
+    if (first := next(chain(shards, wrapped), None)) is not None:
+        raise OptionError(
+            saw=f"a model whose weights are divided among processes, such as {first or 'all'}",
+            needed="whole weights in one process",
+            do="gather them into a copy that is not wrapped: copy.load_state_dict("
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)))",
+        )
 
 
 def _require_plain_weights(state: Mapping[str, Tensor]) -> None:

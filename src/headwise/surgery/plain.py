@@ -120,9 +120,15 @@ def _edit_counts(
     for size, count in zip(SIZES, new[first], strict=True):
         present = [name for name in NAMES[size].split() if isinstance(section.get(name), int)]
         is_implied = size == "kv_heads" and new[first][0] == new[first][1]
-        for name in present or ([] if is_implied else ADDED[size]):
+        added = [name for name in ADDED[size] if not is_implied and _has_place(heads.model, name)]
+        for name in present or added:
             section[name] = count
     return edited, ""
+
+
+def _has_place(model: Any, name: str) -> bool:
+    """False for a field that the class of the config computes, as Falcon's does head_dim."""
+    return getattr(getattr(type(model.config), name, None), "fset", name) is not None
 
 
 def _section(config: dict[str, Any]) -> dict[str, Any]:

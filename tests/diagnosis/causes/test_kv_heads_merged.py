@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -81,21 +81,33 @@ def test_weights_of_other_dtypes(family: str, dtype: torch.dtype) -> None:
     assert f"{NAME} explains all of it" in str(diagnosis)
 
 
-@pytest.mark.parametrize(
-    ("family", "how"),
-    others_extra([(f, how) for f in ("llama", "bert") for how in get_args(How) if how != "mean"]),
-)
-def test_merges_by_maps_have_no_known_cause(family: str, how: How) -> None:
+def uneven(family: str) -> Any:
+    """A model whose numbers are none of an initialisation, which has a cause."""
     model = FAMILIES[family]()
     torch.manual_seed(3)
-    for parameter in model.parameters():  # no numbers of an initialisation, which has a cause
+    for parameter in model.parameters():
         parameter.data *= 0.5 + 2 * torch.rand(parameter.shape) ** 3
+    return model
+
+
+WAYS: dict[How, str] = {
+    "aligned": "by the mean of turned heads",
+    "fitted": "by principal components",
+}
+MAPPED = [(f, how) for how in WAYS for f in ("llama", "qwen3", "bert", "gpt2", "gemma2")]
+
+
+@pytest.mark.parametrize(("family", "how"), others_extra(MAPPED, *MAPPED[:3]))
+def test_merges_by_maps_are_named(family: str, how: How) -> None:
+    model = uneven(family)
     ids = inputs_of(model)["input_ids"]
-    made = regroup(model, [ids[:1], ids[1:]], kv_heads=1, merge=how).model
-    for a, b in ((made, model), (model, made)):
-        diagnosis = headwise.compare(a, b, ids)
-        assert causes_of(diagnosis) == [[]] * 2
-        assert diagnosis.verdict is Verdict.UNKNOWN
+    count = 1 if family in GROUPED else 2
+    made = regroup(model, [ids[:1], ids[1:]], kv_heads=count, merge=how).model
+    diagnosis = headwise.compare(made, model, ids)
+    way = WAYS[how] if family != "qwen3" else f"keys by their mean, values {WAYS[how]}"
+    for [(name, parameters, side)] in causes_of(diagnosis):
+        assert (name, parameters["merged"], side) == (NAME, way, "first")
+    assert f"{NAME} explains all of it" in str(diagnosis)
 
 
 def layer_of(**options: Any) -> Attention:
@@ -148,6 +160,35 @@ EACH_ONCE = [(groups, "weights") for groups in GROUPS] + [("order", "biases"), (
 def test_groups_of_a_layer(groups: str, options: str) -> None:
     (cut, parameters), layer = GROUPS[groups], layer_of(**WITH[options])
     expect(cut_layer(cut, layer), layer, None, parameters)
+
+
+def turned(layer: Attention) -> Attention:
+    """The layer with kv heads that are means of turned ones, and are turned back."""
+    generator = torch.Generator().manual_seed(2)
+    maps: dict[str, Tensor] = {}
+    for role, reader, width in (("key", "query", HEAD_DIM), ("value", "output", VALUE_DIM)):
+        drawn = torch.randn(KV_HEADS, width, width, generator=generator, dtype=torch.float64)
+        turns = torch.linalg.qr(drawn).Q
+        maps |= {role: turns / 3, reader: turns}
+    return cut_layer(whole().merge(2, **maps), layer)
+
+
+def test_turned_heads_of_a_layer() -> None:
+    parameters = {"kv heads": "0+1+2, 3+4+5", "merged": "by the mean of turned heads"}
+    layer = layer_of()
+    [causes] = causes_of(compare_among([NAME, "heads gone"], turned(layer), layer))
+    assert causes == [(NAME, parameters, "first")]
+
+
+@pytest.mark.parametrize("role", others_extra(["q_proj", "k_proj", "v_proj", "out_proj"]))
+def test_a_factor_is_no_part_of_a_merge(role: str) -> None:
+    """Maps that are fitted to the outputs could hide it."""
+    layer = layer_of()
+    made = turned(layer)
+    with torch.no_grad():
+        getattr(made, role).weight.mul_(1.001)
+    [causes] = causes_of(compare_among([NAME, "heads gone"], made, layer))
+    assert causes == []
 
 
 @pytest.mark.slow

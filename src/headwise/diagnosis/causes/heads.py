@@ -1,4 +1,4 @@
-"""Heads that are gone or merged, and faults of one role of two, of some heads or of one kv head.
+"""Heads that are gone, and faults of one role of two, of some heads or of one kv head.
 
 Where the stages of heads were recorded, they tell which heads part. Outputs alone are sums over
 heads: a fault of some heads changes them by the sum of what it changes in each, so that least
@@ -23,7 +23,7 @@ from headwise.function.distance import slopes_of
 from headwise.function.rotary import has_frequencies
 from headwise.function.spec import AlibiRule
 from headwise.function.stages import repeat_kv_heads
-from headwise.function.weights import AXES, State, take_heads
+from headwise.function.weights import State, take_heads
 from headwise.identify import catalogue
 from headwise.identify.catalogue import NORMED, Cause
 
@@ -384,7 +384,7 @@ def _heads_gone(evidence: Evidence) -> Variants:
     for model, gone in _models_without_heads(evidence):
         parameters: dict[str, object] = {"without heads": gone}
         repair = "put these heads back, from the weights of the other one"
-        shifted = _with_mean_gap_in_bias(model, evidence.calls)
+        shifted = with_mean_gap_in_bias(model, evidence.calls)
         if shifted is not None and not _output_parts(shifted, evidence.calls):
             parameters["bias"] = "another one"
             yield Variant(shifted, parameters, f"{repair}, and the bias of its output")
@@ -401,7 +401,7 @@ def _models_without_heads(evidence: Evidence) -> list[tuple[AttentionModel, tupl
     total = range(model.settings.num_heads)
     if (left := _find_recorded_heads(evidence)) is not None:
         heads, kv_heads = left
-        return [(_take(model, heads, kv_heads), tuple(sorted({*total} - {*heads})))]
+        return [(take(model, heads, kv_heads), tuple(sorted({*total} - {*heads})))]
     off = _find_silent_heads(evidence)
     if not off or len(off) == len(total):
         return []
@@ -410,9 +410,10 @@ def _models_without_heads(evidence: Evidence) -> list[tuple[AttentionModel, tupl
     return [(model.with_weights(wo=wo), off)]
 
 
-def _take(
+def take(
     model: AttentionModel, heads: tuple[int, ...], kv_heads: tuple[int, ...]
 ) -> AttentionModel:
+    """Return the model with these heads and kv heads alone, in this order."""
     settings = replace(model.settings, num_heads=len(heads), num_kv_heads=len(kv_heads))
     rule = settings.score_bias
     if isinstance(rule, AlibiRule):
@@ -429,10 +430,10 @@ def _find_recorded_heads(evidence: Evidence) -> tuple[tuple[int, ...], tuple[int
     There are fewer recorded heads than the model has.
     """
     model, stages = evidence.model, [evidence.shown_stages[role] for role in ("q", "k")]
-    call = _find_smallest_call(evidence, stages)
+    call = find_smallest_call(evidence, stages)
     if call is None or call.stages[stages[0]].shape[1] >= model.settings.num_heads:
         return None
-    heads, kv_heads = (_match_heads(model, call, stage) for stage in stages)
+    heads, kv_heads = (match_heads(model, call, stage) for stage in stages)
     if heads is None or kv_heads is None or len(heads) % len(kv_heads):
         return None
     group = len(heads) // len(kv_heads)
@@ -443,7 +444,7 @@ def _find_recorded_heads(evidence: Evidence) -> tuple[tuple[int, ...], tuple[int
     return (heads, kv_heads) if belongs else None
 
 
-def _find_smallest_call(evidence: Evidence, stages: Sequence[str]) -> RecordedCall | None:
+def find_smallest_call(evidence: Evidence, stages: Sequence[str]) -> RecordedCall | None:
     """Return the smallest call with these stages of queries, keys or values; None for others."""
     if {*stages} - {*NORMED, "q", "k", "v"}:  # they were not recorded
         return None
@@ -461,7 +462,8 @@ def _has_heads_of_its_queries(call: RecordedCall, queries: str) -> bool:
     return counts <= {call.stages[queries].shape[1]}
 
 
-def _match_heads(model: AttentionModel, call: RecordedCall, stage: str) -> tuple[int, ...] | None:
+def match_heads(model: AttentionModel, call: RecordedCall, stage: str) -> tuple[int, ...] | None:
+    """Return the model's head that each recorded one is; None where one is none."""
     forced, recorded = model.prepare_stage(stage, call), call.stages[stage]
     predicted, bound = forced.result, gaps.allowed_difference(forced)
     if recorded.shape[::3] != predicted.shape[::3] or recorded.shape[2] != predicted.shape[2]:
@@ -501,7 +503,7 @@ def _find_silent_heads(evidence: Evidence) -> tuple[int, ...]:
     return solve_heads(parts.flatten(1), -left.flatten()) or ()
 
 
-def _with_mean_gap_in_bias(
+def with_mean_gap_in_bias(
     model: AttentionModel, calls: Sequence[RecordedCall]
 ) -> AttentionModel | None:
     """Return the model whose output has the mean of the recorded one; None where it has it."""
@@ -517,95 +519,9 @@ def _with_mean_gap_in_bias(
     return model.with_weights(bo=gap + model.weights.get("bo", torch.zeros_like(gap)))
 
 
-@dataclass(frozen=True)
-class _Merged:
-    """Recorded heads, by the numbers of the model's.
-
-    Attributes:
-        heads: the model's head that each one is.
-        groups: the model's kv heads that each different kv head is the mean of.
-        copies: the number of equal kv heads that stand side by side.
-    """
-
-    heads: tuple[int, ...]
-    groups: tuple[tuple[int, ...], ...]
-    copies: int
-
-    def apply(self, model: AttentionModel) -> AttentionModel:
-        first = [group[0] for group in self.groups for _ in range(self.copies)]
-        taken, dtype = _take(model, self.heads, tuple(first)), narrowest_dtype(model.weights)
-        merged = {
-            name: torch.stack([x[list(group)].mean(0) for group in self.groups])
-            for name, x in model.weights.items()
-            if AXES[name][0] == "kv_heads"
-        }
-        return taken.with_weights(
-            **{n: x.to(dtype).to(x).repeat_interleave(self.copies, 0) for n, x in merged.items()}
-        )
-
-    def parameters(self, num_heads: int) -> dict[str, object]:
-        stated: dict[str, object] = {
-            "kv heads": ", ".join("+".join(map(str, group)) for group in self.groups)
-        }
-        if gone := sorted({*range(num_heads)} - {*self.heads}):
-            stated["without heads"] = tuple(gone)
-        if list(self.heads) != sorted(self.heads):
-            stated["heads in the order"] = self.heads
-        return stated
-
-
 def narrowest_dtype(weights: State) -> torch.dtype:
     """Return the narrowest dtype that holds every weight."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if all(torch.equal(x.to(dtype).to(x), x) for x in weights.values()):
             return dtype
     return torch.float64
-
-
-def _kv_heads_merged(evidence: Evidence) -> Variants:
-    stages = [evidence.shown_stages[role] for role in "qkv"]
-    if not evidence.parted_calls_and_heads(*stages[1:]):
-        return
-    merged = _find_merged_heads(evidence, stages)
-    if merged is None:
-        return
-    model = merged.apply(evidence.model)
-    # All of them, or none: keys alone may be anything, where values are not their means too.
-    if not gaps.measure_gaps(model, evidence.calls, stages).cells_beyond_rounding:
-        repair = "put these kv heads back, from the weights of the other one: a mean does not tell"
-        parameters = merged.parameters(evidence.model.settings.num_heads)
-        yield Variant(model, parameters, f"{repair} what it was made of")
-
-
-def _find_merged_heads(evidence: Evidence, stages: Sequence[str]) -> _Merged | None:
-    """Return the heads with kv heads that stand for several of the model's; None for no such.
-
-    Recorded queries tell which of the model's heads each one is, and so which of its kv heads a
-    recorded kv head stands for.
-    """
-    settings, call = evidence.model.settings, _find_smallest_call(evidence, stages)
-    if call is None:
-        return None
-    copies = _count_copies(evidence.model, call)
-    different = call.stages["v"].shape[1] // copies
-    if different >= settings.num_kv_heads:
-        return None
-    heads = _match_heads(evidence.model, call, stages[0])
-    if heads is None or len(heads) % different:
-        return None
-    sources = torch.tensor(heads).div(settings.group, rounding_mode="floor")
-    groups = tuple(tuple(sorted({*run})) for run in sources.reshape(different, -1).tolist())
-    if all(len(group) == 1 for group in groups):  # heads are gone, and no kv heads were merged
-        return None
-    return _Merged(heads, groups, copies)
-
-
-def _count_copies(model: AttentionModel, call: RecordedCall) -> int:
-    values, bound = call.stages["v"], gaps.allowed_difference(model.prepare_stage("v", call)).amax()
-    count = values.shape[1]
-    for copies in range(count, 1, -1):
-        if count % copies == 0:
-            runs = values.unflatten(1, (-1, copies))
-            if bool(((runs - runs[:, :, :1]).abs() <= bound).all()):
-                return copies
-    return 1

@@ -120,7 +120,7 @@ WORDS_ALONE: Mapping[Cause, str] = {
     catalogue.ANOTHER_ROLE: "the weights are lost: load them from their own tensor",
     catalogue.ROWS_ZERO: "the weights are lost: load them again",
     catalogue.HEADS_GONE: "the weights of these heads are in the other layer",
-    catalogue.KV_HEADS_MERGED: "a mean does not tell what it was made of",
+    catalogue.KV_HEADS_MERGED: "a merge does not tell what it was made of",
     catalogue.WEIGHTS_ROUNDED: "the digits are lost: load the weights in their own dtype",
     catalogue.INITIAL_WEIGHTS: "the weights are lost: load them again",
     catalogue.ONE_HEAD_FOR_ALL: "the rows of the other heads are lost, or never read",
