@@ -175,7 +175,7 @@ def test_rows_are_ranges_and_lost_ones_are_loaded_again() -> None:
         wrong.q_proj.weight[20:30] = 0
         wrong.q_proj.bias[20:30] = 0
     cause = only_cause(compare(wrong, right))
-    assert cause.parameters_in_words == "projection q, heads 2, rows 20 to 29"
+    assert cause.parameters_in_words == "projection q, head 2, rows 20 to 29"
     assert cause.repair == "load wq again: zero in head 2"
 
 

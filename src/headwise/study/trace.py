@@ -94,7 +94,9 @@ def head_splits(steps: Sequence[TracedStep], *, head_dim: int) -> tuple[TracedSt
     return tuple(
         step
         for step in steps
-        if step.result.shape[-1] == head_dim < step.inputs[0].shape[-1] and not step.is_product
+        if step.result.shape[-1:] == (head_dim,)
+        and head_dim < step.inputs[0].shape[-1]
+        and not step.is_product
     )
 
 
