@@ -107,3 +107,27 @@ def test_the_page_has_the_original_numbers(browser: Chromium, tmp_path: Path) ->
             assert all(any(x.startswith(head) for x in shown) for head in heads), shown
             above = opened.page.evaluate(columns)
             assert above == (["4", "5", "0", "1"] if cut is alike else [""] * 4)
+
+
+@pytest.mark.slow
+@needs_a_browser
+def test_a_head_stands_in_the_column_of_its_number(browser: Chromium, tmp_path: Path) -> None:
+    """Where a layer lost a head, its place is empty, and the arrow keys pass over it."""
+    model, path = FAMILIES["llama"](), tmp_path / "page.html"
+    kept = iter(([0, 1, 4, 5], [2, 3, 4, 5]))
+    page_of(cut_model(Cut({name: cut.keep(next(kept)) for name, cut in whole(model)}), model), path)
+    middle = """(element) => {
+      const { left, right } = element.getBoundingClientRect();
+      return Math.round((left + right) / 2);
+    }"""
+    with browser.open(path) as opened:
+        columns = opened.page.locator(".numbers .column")
+        assert columns.all_text_contents() == ["0", "1", "2", "3", "4", "5"]
+        for name in ("0.0", "0.4", "1.2", "1.5"):
+            cell = opened.page.locator(f"[data-id='{name}']").first
+            assert cell.evaluate(middle) == columns.nth(int(name[2:])).evaluate(middle), name
+        opened.page.locator(".cells [data-id='0.1']").click()
+        for key, name in (("ArrowRight", "0.4"), ("ArrowDown", "1.4")):
+            opened.page.keyboard.press(key)
+            focused = opened.page.evaluate("document.activeElement.dataset.id")
+            assert focused == name, key

@@ -141,7 +141,9 @@ export function rovingFocus(group: HTMLElement, columns: () => number, kind = "b
     const step = steps[event.key];
     if (step === undefined) return;
     const buttons = [...group.querySelectorAll<HTMLButtonElement>(`${kind}:not([disabled])`)];
-    const next = buttons[buttons.indexOf(from) + step];
+    let at = buttons.indexOf(from) + step;
+    while (buttons[at]?.classList.contains("gap")) at += step;
+    const next = buttons[at];
     if (!next) return;
     event.preventDefault();
     event.stopPropagation();

@@ -79,7 +79,7 @@ export class Grid implements Part {
   private crossed(event: KeyboardEvent): void {
     const from = event.target as HTMLElement;
     const row = from.closest(".row");
-    const [number, first] = [row?.querySelector<HTMLElement>(".layer"), row?.querySelector<HTMLElement>(".cell")];
+    const [number, first] = [row?.querySelector<HTMLElement>(".layer"), row?.querySelector<HTMLElement>("button.cell")];
     const isLeft = event.key === "ArrowLeft" && from === first;
     const next = isLeft ? number : event.key === "ArrowRight" && from === number ? first : null;
     if (!next) return;
@@ -247,12 +247,15 @@ export class Grid implements Part {
       this.cells.replaceChildren(...kept.map(cellOf));
       return;
     }
-    this.columns = Math.max(1, ...scan.layers.map((layer) => layer.heads.length));
+    const numbers = columnsOf(scan);
+    this.columns = numbers?.length ?? Math.max(1, ...scan.layers.map((layer) => layer.heads.length));
     const rows = scan.layers.map((_, index) => {
       const own = heads.filter((head) => head.layer === index);
-      return element("div", { class: "row" }, ...this.margins(index, own, statistic), ...own.map(cellOf));
+      const places = numbers?.map((number) => own.find(({ head }) => head === number)) ?? own;
+      return element("div", { class: "row" }, ...this.margins(index, own, statistic), ...places.map((head) => (head ? cellOf(head) : gap())));
     });
-    this.cells.replaceChildren(headNumbers(scan, this.hasStrips ? this.ends(statistic) : ["", ""]), ...rows);
+    const labels = numbers ?? Array<string>(this.columns).fill("");
+    this.cells.replaceChildren(headNumbers(labels, this.hasStrips ? this.ends(statistic) : ["", ""]), ...rows);
   }
 
   /** Return the number of a layer, and its strip, which stands at the end of the row. */
@@ -356,11 +359,20 @@ export function unitOf(statistic: Statistic): string {
 const endsOf = (statistic: Statistic): [low: string, high: string] =>
   isShare(statistic) ? ["0", "100"] : [short(statistic, statistic.low), short(statistic, statistic.high)];
 
-/** Return a row with the numbers of the heads, if the layers have the same, and the ends of the strips. */
-function headNumbers(scan: Scan, ends: [low: string, high: string]): HTMLElement {
-  const widest = scan.layers.reduce<number[]>((most, { heads }) => (heads.length > most.length ? heads : most), []);
-  const fitsAll = scan.layers.every(({ heads }) => heads.every((head, at) => head === widest[at]));
-  const numbers = widest.map((head) => element("span", { class: "column" }, fitsAll ? String(head) : ""));
+/** Return the numbers of the heads that a layer or another has, or null where layers have them in other orders. */
+function columnsOf({ layers }: Scan): number[] | null {
+  const first = layers.find(({ heads }) => heads.length)?.heads ?? [];
+  if (layers.every(({ heads }) => heads.join() === first.join())) return first;
+  const isAscending = layers.every(({ heads }) => heads.every((head, at) => !at || head > (heads[at - 1] ?? 0)));
+  return isAscending ? [...new Set(layers.flatMap(({ heads }) => heads))].sort((a, b) => a - b) : null;
+}
+
+/** Return the place of a head that a layer has not, as after a cut. */
+const gap = (): HTMLElement => element("span", { class: "cell gap", "aria-hidden": "true" });
+
+/** Return a row with the numbers of the heads, and the ends of the strips. */
+function headNumbers(labels: (number | string)[], ends: [low: string, high: string]): HTMLElement {
+  const numbers = labels.map((label) => element("span", { class: "column" }, String(label)));
   return element("div", { class: "row soft numbers", "aria-hidden": "true" }, element("span", { class: "number" }), spreadEnds(...ends), ...numbers);
 }
 
