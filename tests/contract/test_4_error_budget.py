@@ -35,7 +35,6 @@ def long_tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
             *((kind, torch.float32) for kind in MASKS if kind != "plain"),
         ],
         ("plain", DTYPES[0]),
-        ("plain", DTYPES[1]),
         ("lengths", torch.float32),
     ),
 )

@@ -10,7 +10,7 @@ from headwise import compare, verify
 from headwise.identify.results import Verdict
 from headwise.testing import Budget
 from tests.diagnosis.test_stopped import interrupt_at
-from tests.quick import others_extra, others_slow
+from tests.quick import others_extra
 
 
 def run(layer: nn.MultiheadAttention, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ NAMES = {"first_layout": "torch-packed", "second_layout": "torch-packed"}
     others_extra([torch.float32, torch.bfloat16, torch.float16], quick=[torch.float32]),
     ids=str,
 )
-@pytest.mark.parametrize("share", others_slow([0.3, 10.0]))
+@pytest.mark.parametrize("share", others_extra([0.3, 10.0], quick=[0.3]))
 def test_ten_times_the_allowance_is_apart_and_a_third_is_not(
     dtype: torch.dtype, share: float
 ) -> None:
@@ -65,7 +65,7 @@ def test_ten_times_the_allowance_is_apart_and_a_third_is_not(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("share", others_slow([0.7, 0.3, 10.0]))
+@pytest.mark.parametrize("share", others_extra([0.7, 0.3, 10.0], 0.3, quick=[0.7]))
 def test_a_function_beside_a_layer_has_the_same_allowance(share: float) -> None:
     other, right = pair(torch.float32, share)
     verdict = compare(lambda t: run(other, t), right, progress=interrupt_at("trying")).verdict

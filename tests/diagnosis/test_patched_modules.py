@@ -36,7 +36,7 @@ from headwise.diagnosis.subjects.transformers import TransformersSubject
 from headwise.errors import OptionError
 from headwise.identify import Diagnosis, Verdict
 from headwise.identify.catalogue import CAUSES
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 
 WIDTH, HEADS, HEAD_DIM = 48, 6, 8
 TOKENS = torch.arange(26).reshape(2, 13)
@@ -177,7 +177,9 @@ def test_a_fault_of_a_module_alone(family: str, fault: str, patch: Any, cause: s
     assert ran is (patch is close_over)
 
 
-@pytest.mark.parametrize(("family", "fault", "patch", "cause"), others_slow(CASES[:-1], CASES[0]))
+@pytest.mark.parametrize(
+    ("family", "fault", "patch", "cause"), others_extra(CASES[:-1], CASES[1], quick=CASES[:1])
+)
 def test_a_fault_of_the_modules_of_a_model(family: str, fault: str, patch: Any, cause: str) -> None:
     good = FAMILIES[family]()
     bad = copy.deepcopy(good)

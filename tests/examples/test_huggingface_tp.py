@@ -7,7 +7,7 @@ import pytest
 from tests.examples.torchrun import torchrun
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_sharded_model_is_the_whole_one() -> None:
     first, second = torchrun("huggingface_tp.py").splitlines()
     assert first == "each rank holds 3 of 6 heads"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.examples.torchrun import torchrun
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extra
 
 
 def test_rows_are_those_of_one_process() -> None:

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.apart import assert_passed_apart
-from tests.quick import others_extra
 
 FILE = Path(__file__).with_name("compiled.py")
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
-    ("chosen", "count"),
-    others_extra([("decoding_step or packed", 2), ("test_training and not causal", 6)]),
+    ("chosen", "count"), [("decoding_step or packed", 2), ("test_training and not causal", 6)]
 )
 def test_compiled(chosen: str, count: int) -> None:
     """All but the training with a causal mask, which tests/layers/test_traced.py runs."""

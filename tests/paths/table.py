@@ -33,11 +33,13 @@ backward pass; in every node of a graph; or not at all, as the second column say
 DEVICES = """
 ## On an accelerator
 
-None was measured. `tests/contract/accelerator.py` runs everything with tensors that have a device and no
-values: nothing mixes devices or reads a value, but for what stands below. Indices and the queries of `seen_by` may
-be on the CPU; masks, score biases, gates and positions on another device are refused. These read values:
+None was measured. `tests/contract/accelerator.py` runs everything with tensors that have a device
+and no values: nothing mixes devices or reads a value, but for what stands below. Indices and the
+queries of `seen_by` may be on the CPU; masks, score biases, gates and positions on another device
+are refused. These read values:
 
-- `A @ v` and the native layer, above 2**31 multiply-adds: lengths, starts and segments, to skip padding.
+- `A @ v` and the native layer, above 2**31 multiply-adds: lengths, starts and segments, to skip
+  padding.
 - A call of several tokens with a cache and a mask that names every key: one boolean.
 - The drop-in with `is_causal=True` and a square mask of 256 queries or more: the mask.
 - Some statistics, the positions of real tokens:

@@ -13,7 +13,7 @@ from headwise.models import tiny
 from headwise.reports.page import save_scan_page
 from headwise.reports.report import ScanReport
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 
 pytestmark = needs_a_browser
@@ -84,8 +84,8 @@ BOXES = """() => Object.fromEntries([
   }))"""
 
 
-@pytest.mark.parametrize("scheme", others_slow(["light", "dark"]))
-@pytest.mark.parametrize(("width", "height"), others_slow(SIZES))
+@pytest.mark.parametrize("scheme", others_extra(["light", "dark"], quick=["light"]))
+@pytest.mark.parametrize(("width", "height"), others_extra(SIZES, SIZES[-1], quick=[SIZES[0]]))
 def test_nothing_grows_under_the_pointer(
     browser: Chromium, two: Path, width: int, height: int, scheme: str
 ) -> None:

@@ -63,8 +63,8 @@ def apart(ours: Any, theirs: Any, where: str = "") -> list[str]:
 
 
 # Those that train or time for long.
-SLOW = ("packing", "learning", "axis-order", "must-divide", "implementations")
-EXTRA = ("weights-of-one", "same-function")
+SLOW = ("packing", "axis-order", "must-divide")
+EXTRA = ("weights-of-one", "same-function", "learning", "implementations")
 
 
 @pytest.mark.parametrize(

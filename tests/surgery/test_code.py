@@ -90,9 +90,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
     "vit": (SMALL["vit"], "o_proj"),
 }
 GONE = ([2, 3], [0, 1, 4, 5])  # by layer in turns; whole groups of the families with groups
-families = pytest.mark.parametrize(
-    "family", others_extra(FAMILIES, "bert", "gpt2", "bart", quick=["llama"])
-)
+families = pytest.mark.parametrize("family", others_extra(FAMILIES, "bert", quick=["llama"]))
 FRESH = """
 import sys, torch, transformers
 from safetensors.torch import load_file, save_file
@@ -331,7 +329,7 @@ def test_a_class_that_counts_heads_elsewhere_is_refused(
     assert not (tmp_path / "cut").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_towers_of_two_widths_are_cut_and_checked(tmp_path: Path) -> None:
     picture = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
     picture |= {"intermediate_size": 64, "image_size": 16, "patch_size": 8}

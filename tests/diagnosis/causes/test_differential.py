@@ -9,9 +9,12 @@ from headwise import Attention, Rotary, compare
 from headwise.function import DifferentialRule
 from headwise.function.differential import usual_init
 from headwise.function.weights import LAMBDAS
-from tests.quick import others_slow
+from tests.quick import others_extra
 
 NAME = "factor of a difference"
+
+
+FAULTS, SHOWS = ("init", "alone", "lambda_q1", "lambda_k2"), ("stages", "outputs")
 
 
 def layer(init: float = usual_init(1)) -> Attention:
@@ -40,8 +43,14 @@ def spoilt(fault: str) -> Attention:
     return wrong
 
 
-@pytest.mark.parametrize("shows", others_slow(["stages", "outputs"], "stages"))
-@pytest.mark.parametrize("fault", ["init", "alone", "lambda_q1", "lambda_k2"])
+@pytest.mark.parametrize(
+    ("fault", "shows"),
+    others_extra(
+        [(fault, shows) for shows in SHOWS for fault in FAULTS],
+        ("init", "outputs"),
+        quick=[(fault, "stages") for fault in FAULTS],
+    ),
+)
 def test_a_wrong_factor_is_named_first(fault: str, shows: str) -> None:
     right, wrong = layer(), spoilt(fault)
     diagnosis = compare(wrong if shows == "stages" else (lambda x: wrong(x)), right)

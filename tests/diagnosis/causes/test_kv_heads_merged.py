@@ -200,7 +200,7 @@ def test_what_is_left_has_its_own_causes() -> None:
     assert [name for name, _, _ in causes] == [NAME, "scale"]
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_fitted_output_projection_is_not_explained() -> None:
     layer = layer_of()
     wo = torch.randn(HEADS, VALUE_DIM, EMBED, generator=torch.Generator().manual_seed(3))
@@ -225,7 +225,7 @@ def test_means_are_rounded_to_the_dtype_of_the_weights(dtype: torch.dtype) -> No
     assert causes_of(diagnosis) == [[(NAME, {"kv heads": "0+1+2"}, "first")]] * 2
 
 
-@pytest.mark.parametrize("family", others_slow(["bert", "llama"]))
+@pytest.mark.parametrize("family", others_extra(["bert", "llama"], quick=["bert"]))
 def test_heads_that_the_second_lacks(family: str) -> None:
     model = FAMILIES[family]()
     cut = Cut({name: layer.drop([2, 3]) for name, layer in ModelHeads(model).whole()})
@@ -284,7 +284,7 @@ def test_kv_heads_of_a_group_are_not_their_mean(kept: tuple[int, ...]) -> None:
     assert causes == []
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_mean_of_other_heads_than_queries_read() -> None:
     """Kv heads 0 and 3, and so on, were merged, and the heads stayed where they were."""
     layer = layer_of()

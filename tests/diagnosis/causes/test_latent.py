@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise import Attention, Rotary, compare, verify
 from headwise.function import Latent, LinearScaling, YarnScaling
 from headwise.identify.results import Verdict
-from tests.quick import others_slow
+from tests.quick import others_extra, others_slow
 
 EMBED, HEADS, PLAIN, SHARED = 40, 4, 10, 6
 RULE = Latent(rank=11, shared_width=SHARED, query_rank=13)
@@ -142,7 +142,10 @@ def test_a_shared_key_of_which_a_part_is_read_is_named(shows: str, scale: float 
 
 
 @pytest.mark.parametrize(
-    "name", others_slow(["wa", "wc", "wr", "wk", "wv", "wq", "wo", "c_norm", "a_norm"], "wr")
+    "name",
+    others_extra(
+        ["wa", "wc", "wr", "wk", "wv", "wq", "wo", "c_norm", "a_norm"], "wv", quick=["wr"]
+    ),
 )
 def test_weights_of_another_layer_are_of_their_stage(name: str) -> None:
     from headwise.layers.conversion import layer_state_dict_from_canonical, state_per_head

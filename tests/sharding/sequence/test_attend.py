@@ -13,6 +13,7 @@ from headwise.function.budget import Budget
 from headwise.matrix.operator import AttentionMatrix
 from headwise.sharding import attend
 from headwise.sharding.sequence._attend import find_heads_refusal
+from tests.quick import others_extra
 from tests.sharding.ranks import ranks
 from tests.sharding.sequence.cases import (
     DOUBLE,
@@ -68,7 +69,7 @@ def attend_to(names: list[str]) -> list[list[Any]]:
     return results
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", others_extra([2, 4]))
 def test_outputs_and_gradients_are_those_of_the_whole_sequence(count: int) -> None:
     names = NAMES_OF[count]
     results = zip(*ranks(count).run(attend_to, names), strict=True)
