@@ -163,9 +163,8 @@ def _list_pictures(config: Config, takes: list[str]) -> Iterator[tuple[str, Give
         batch = 1 if config.get("model_type") == "pixtral" else BATCH
         yield "an image", {name: _draw(batch, channels, high, wide)}
         yield "a video", {name: _draw(BATCH, frames, channels, high, wide)}
-        if (
-            frames != PAIR and "input_ids" not in takes
-        ):  # equal images have as many points, so that none is padding
+        if frames != PAIR and "input_ids" not in takes:
+            # Equal images have as many points, so that none is padding.
             pair = _draw(1, 1, channels, high, wide).expand(BATCH, PAIR, -1, -1, -1)
             yield "two images", {name: pair}
     if "flattened_patches" in takes:
