@@ -18,6 +18,7 @@ from headwise.support.tensors import convert_to_int64
 from headwise.support.text import describe_sizes
 
 SAMPLES = 64  # sampled rows of each sequence, at most
+KEPT_PAIRS = 2**20  # of a key and an earlier one with its token, which take 24 MB
 T = TypeVar("T")
 
 
@@ -74,17 +75,26 @@ class RepeatedTokens:
         rank = torch.empty_like(index).scatter_(1, self._order, nth)
         self.earlier = (rank - self._first).masked_fill(~is_token, 0)
         """(batch, keys): number of earlier keys with the token of this key."""
+        self._keeps = bool(self.earlier.sum() <= KEPT_PAIRS)
+        self._pairs: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def earlier_repeat_pairs(
-        self, batches: slice, keys: Int[Tensor, " rows"]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def earlier_repeat_pairs(self, batches: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return (batch, row, key) of every earlier key with a row's token, keys counted from 0."""
-        earlier = self.earlier[batches][:, keys].flatten()
-        row = torch.repeat_interleave(torch.arange(len(earlier), device=keys.device), earlier)
-        nth = torch.arange(len(row), device=keys.device) - (earlier.cumsum(0) - earlier)[row]
-        rank = self._first[batches][:, keys].flatten()[row] + nth
-        batch = row // max(1, len(keys))
-        return batch, row - batch * len(keys), self._order[batches][batch, rank]
+        at = batches.start, batches.stop, keys.start, keys.stop
+        if (pairs := self._pairs.get(at)) is None:
+            pairs = self._find_pairs(batches, keys)
+            if self._keeps:  # the tiles of other heads ask for the same rows
+                self._pairs[at] = pairs
+        return pairs
+
+    def _find_pairs(self, batches: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
+        rows = keys.stop - keys.start
+        earlier = self.earlier[batches, keys].flatten()
+        row = torch.repeat_interleave(torch.arange(len(earlier), device=earlier.device), earlier)
+        nth = torch.arange(len(row), device=row.device) - (earlier.cumsum(0) - earlier)[row]
+        rank = self._first[batches, keys].flatten()[row] + nth
+        batch = row // max(1, rows)
+        return batch, row - batch * rows, self._order[batches][batch, rank]
 
 
 class OriginalHeads(NamedTuple):
@@ -234,12 +244,30 @@ class CapturedCall:
         return SampledRows(self.matrix, self.real_queries)
 
     @cached_property
+    def residual_norms(self) -> Float[Tensor, "batch queries"]:
+        """The norm of the residual that the layer's output is added to."""
+        residual = require_not_none(self.residual)
+        norms: Tensor = torch.linalg.vector_norm(
+            residual, dim=-1, dtype=accumulation_dtype(residual.dtype)
+        )
+        return norms
+
+    @cached_property
     def norm_preserving_out_proj_factors(self) -> Float[Tensor, "heads value_dim width"]:
         """F with ‖z W_O‖ = ‖z F‖ for every z: no wider than z, so that norms are cheap."""
         # W_O^T = Q R, and Q keeps norms. Squaring W_O would lose half of the digits.
         out_proj = require_not_none(self.out_proj).double()
         factors: Tensor = torch.linalg.qr(out_proj.mT, mode="r")[1].mT
         return factors
+
+    @cached_property
+    def contribution_norms(self) -> Float[Tensor, "batch heads queries"]:
+        """‖z W_O‖ of each query: the norm of each head's contribution."""
+        outputs = require_not_none(self.outputs)
+        exact = accumulation_dtype(outputs.dtype)
+        factors = zip(outputs.unbind(1), self.norm_preserving_out_proj_factors, strict=True)
+        norms = [torch.linalg.vector_norm(z.to(exact) @ F.to(exact), dim=-1) for z, F in factors]
+        return torch.stack(norms, 1)
 
     @cached_property
     def projected_value_norms(self) -> Float[Tensor, "batch heads keys"]:

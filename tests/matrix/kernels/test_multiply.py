@@ -41,21 +41,45 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("lanes", [1, LANES])
-def test_it_is_the_product(products: list[tuple[Tensor, Tensor]], lanes: int) -> None:
+@pytest.mark.parametrize("by_column", [False, True])
+def test_it_is_the_product(
+    products: list[tuple[Tensor, Tensor]], *, lanes: int, by_column: bool
+) -> None:
     a, b = (x[:lanes] for x in _operands())
+    b = b.mT.contiguous().mT if by_column else b
     exact = a.double() @ b.double()
     bound = WIDTH * Roundoff.of(torch.float32).u * (a.double().abs() @ b.double().abs())
     assert ((tiles.multiply(a, b).double() - exact).abs() <= bound).all()
     assert len(products) == 2 * lanes
     # Parts of rows would take a thousand times as long.
-    assert all(x.is_contiguous() and weight.mT.is_contiguous() for x, weight in products)
+    for x, weight in products:
+        assert x.is_contiguous()
+        assert (weight if by_column else weight.mT).is_contiguous()
+
+
+@pytest.mark.parametrize("lanes", [1, LANES])
+def test_sums_of_entries_are_the_product(
+    products: list[tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch, lanes: int
+) -> None:
+    weights, entries = torch.rand(lanes, 800, COLUMNS + 5), torch.randn(lanes, 5, COLUMNS)
+    weights = weights[..., :COLUMNS]
+    exact = entries.double() @ weights.double().mT
+    bound = COLUMNS * Roundoff.of(torch.float32).u * (entries.double().abs() @ weights.double().mT)
+    assert ((tiles.sum_entries(entries, weights).double() - exact).abs() <= bound).all()
+    assert len(products) == lanes
+    assert all(x.is_contiguous() and weight.is_contiguous() for x, weight in products)
+    tiles.sum_entries(entries[:, :4], weights)  # too small a product
+    tiles.sum_entries(entries.double(), weights.double())
+    monkeypatch.setattr(tiles, "product_here", lambda: ProductChoice("blas", "Intel with AMX"))
+    assert ((tiles.sum_entries(entries, weights).double() - exact).abs() <= bound).all()
+    assert len(products) == lanes
 
 
 def test_small_products_and_other_operands_are_torchs(
     products: list[tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = _operands()
-    for x, y in ((a[:, :32], b), (a, b[..., :900]), (a, b.mT.contiguous().mT)):
+    for x, y in ((a[:, :32], b), (a, b[..., :900]), (a.mT.contiguous().mT, b)):
         assert torch.equal(tiles.multiply(x, y), torch.bmm(x, y))
     tiles.multiply(*_operands(torch.float64))
     monkeypatch.setattr(tiles, "product_here", lambda: ProductChoice("blas", "Intel with AMX"))

@@ -290,7 +290,7 @@ def test_repeats_are_the_earlier_keys_with_the_same_token() -> None:
     real = torch.tensor([[True] * 6, [False, False, True, True, True, False]])
     repeats = RepeatedTokens(tokens, real)
     assert repeats.earlier.tolist() == [[0, 0, 1, 2, 1, 0], [0, 0, 0, 1, 2, 0]]
-    pairs = torch.stack(repeats.earlier_repeat_pairs(slice(0, 2), torch.arange(1, 6)), 1).tolist()
+    pairs = torch.stack(repeats.earlier_repeat_pairs(slice(0, 2), slice(1, 6)), 1).tolist()
     first = [[0, 1, 0], [0, 2, 0], [0, 2, 2], [0, 3, 1]]
     assert pairs == [*first, [1, 2, 2], [1, 3, 2], [1, 3, 3]]
 
@@ -298,7 +298,7 @@ def test_repeats_are_the_earlier_keys_with_the_same_token() -> None:
 def test_tokens_that_are_not_known_are_no_repeats() -> None:
     repeats = RepeatedTokens(torch.tensor([[-1, 3, -1, 3, -1]]), torch.ones(1, 5, dtype=torch.bool))
     assert repeats.earlier.tolist() == [[0, 0, 0, 1, 0]]
-    assert torch.stack(repeats.earlier_repeat_pairs(slice(0, 1), torch.arange(5)), 1).tolist() == [
+    assert torch.stack(repeats.earlier_repeat_pairs(slice(0, 1), slice(0, 5)), 1).tolist() == [
         [0, 3, 1]
     ]
 

@@ -67,9 +67,9 @@ class Band(clause.IntervalClause):
             return super().evaluate_block(block, sizes)
         rows = clause.positions_of_index(block.rows, sizes.queries, block.device)
         columns = clause.positions_of_index(block.columns, sizes.keys, block.device)
-        distance = columns - rows[:, None]
-        allowed = distance <= self.right if self.left == BOUNDLESS else distance >= -self.left
-        return allowed[None, None]
+        if self.left == BOUNDLESS:
+            return (columns <= (rows + self.right)[:, None])[None, None]
+        return (columns >= (rows - self.left)[:, None])[None, None]
 
     def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Band:
         shift = place.keys.first - place.queries.first

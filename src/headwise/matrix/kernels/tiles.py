@@ -121,7 +121,7 @@ class Scratch:
 
 
 class KeysByColumn:
-    """Keys of a tile's heads, (head_dim, keys), in memory too for a faster product of many rows."""
+    """Keys of a tile's heads, (head_dim, keys), in memory as a product of many rows is faster."""
 
     def __init__(self, problem: KernelInput) -> None:
         self._problem = problem
@@ -132,9 +132,14 @@ class KeysByColumn:
         """Return the keys of a tile, (batches * kv_heads, head_dim, columns)."""
         heads = (tile.batches, tile.kv_heads)
         if heads != self._heads:
-            k = self._problem.k[heads].to(self._problem.accumulation_dtype).flatten(0, 1).mT
-            few = self._problem.q.shape[2] * self._problem.group <= FEW_ROWS
-            self._heads, self._columns = heads, k if few else k.contiguous()
+            k = self._problem.k[heads].to(self._problem.accumulation_dtype).flatten(0, 1)
+            if self._problem.q.shape[2] * self._problem.group <= FEW_ROWS:
+                self._columns = k.mT
+            elif product_here().product == "onednn":  # which takes keys by row
+                self._columns = k.contiguous().mT
+            else:
+                self._columns = k.mT.contiguous()
+            self._heads = heads
         return self._columns[:, :, tile.columns]
 
 
@@ -149,7 +154,7 @@ def multiply(a: Tensor, b: Tensor, scratch: Scratch | None = None) -> Tensor:
     # product without blocks, a thousand times as slow.
     step = max(FEWEST_ROWS, PRODUCT_ELEMENTS // columns)
     for x, y, lane in zip(a, b, out, strict=True):
-        weight = y.contiguous().mT
+        weight = y.mT.contiguous() if y.stride(0) == 1 else y.contiguous().mT
         for block, part in zip(x.contiguous().split(step), lane.split(step), strict=True):
             part.copy_(private_torch.onednn_linear(block, weight, None))
     return out
@@ -160,10 +165,25 @@ def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
     return multiply(b.mT.contiguous(), a).mT
 
 
+def sum_entries(entries: Tensor, weights: Tensor) -> Tensor:
+    """Return ``entries @ weights.mT`` for each lane, (lanes, entries, rows), of a few entries.
+
+    The weights are read once. Their product with a single column is a slow one of BLAS.
+    """
+    (_, count, columns), rows = entries.shape, weights.shape[1]
+    if not (count * columns * rows >= PRODUCT_PAYS_FROM and _is_fast(entries, weights)):
+        return torch.bmm(entries, weights.mT)
+    sums = entries.new_empty(len(entries), count, rows)
+    for part, lane, of_lane in zip(sums, entries, weights, strict=True):
+        part.copy_(private_torch.onednn_linear(lane, of_lane.contiguous(), None))
+    return sums
+
+
 def _is_fast(a: Tensor, b: Tensor) -> bool:
-    """True if oneDNN's product is faster, whose operands need their rows in memory."""
+    """True if oneDNN's product is faster, whose operands need rows, or columns of b, in memory."""
     return (
-        a.stride(2) == 1 == b.stride(2)
+        a.stride(2) == 1
+        and 1 in b.stride()[1:]
         and private_torch.HAS_ONEDNN_LINEAR
         and product_here().product == "onednn"
         and may_use_onednn(a, b)

@@ -46,16 +46,21 @@ class OffsetProfile(statistic.TileStatistic):
     reach = OFFSETS
     parts = statistic.parts_of_mean(2 * OFFSETS + 1)
 
-    def update(self, gathered: Summary, tile: WeightTile) -> None:
-        offsets = torch.arange(-self.OFFSETS, self.OFFSETS + 1, device=tile.weights.device)
-        key = tile.key_positions_of_queries[:, None] + offsets
-        real = tile.call.real_keys[tile.batches]
-        exists = (key >= 0) & (key < real.shape[1])
-        exists = real[:, key.clamp(0, real.shape[1] - 1)] & exists
-        counted = tile.is_counted_query[..., None] & exists[:, None]
+    def start(self, call: CapturedCall) -> tuple[Summary, Tensor]:
+        """Return the accumulators, and (batch, keys, offset) True where a key is at the offset."""
+        around = pad(call.real_keys, (self.OFFSETS, self.OFFSETS))
+        return super().start(call), around.unfold(1, 2 * self.OFFSETS + 1, 1)
+
+    def update(self, gathered: tuple[Summary, Tensor], tile: WeightTile) -> None:
+        sums, exists = gathered
+        exists = exists[tile.batches, None, slice(*tile.key_range_of_queries)]
+        counted = tile.is_counted_query[..., None] & exists
         weights = tile.band(self.OFFSETS).double().masked_fill(~counted, 0.0)
-        gathered["sum"][tile.heads] += weights.sum((0, 2))
-        gathered["count"][tile.heads] += counted.sum((0, 2))
+        sums["sum"][tile.heads] += weights.sum((0, 2))
+        sums["count"][tile.heads] += counted.sum((0, 2))
+
+    def make_summary(self, gathered: tuple[Summary, Tensor], call: CapturedCall) -> Summary:
+        return super().make_summary(gathered[0], call)
 
 
 def most_blocks(length: int) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from headwise.function.rounding import LAMBDA, Roundoff
+from headwise.layers.linear import apply_linear
+from headwise.matrix.kernels import tiles
 from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.scanning.call import CapturedCall, require_not_none
 from headwise.scanning.statistics import statistic
-from headwise.scanning.statistics.rows import EXCLUDED, RowStatistic
+from headwise.scanning.statistics.rows import EXCLUDED, EntrySum, RowStatistic
 
 AT_ONCE = 2**20  # numbers that are processed at once
 FEWEST = 4  # rows that the unbiased CKA needs
@@ -26,16 +29,18 @@ BEHIND = (
 # ---- contributions ------------------------------------------------------------------------------
 
 
+def _contribution_norms(tile: statistic.WeightTile) -> Tensor:
+    return tile.call.contribution_norms[tile.batches, tile.heads, tile.rows]
+
+
 def _residual_norms(tile: statistic.WeightTile) -> Tensor:
     """Return (batches, 1, rows): the norm of the residual that the layer's output is added to."""
-    residual = require_not_none(tile.call.residual)[tile.batches, tile.rows].to(tile.weights.dtype)
-    norms: Tensor = torch.linalg.vector_norm(residual, dim=-1)
-    return norms[:, None]
+    return tile.call.residual_norms[tile.batches, None, tile.rows]
 
 
 CONTRIBUTED = (
     RowStatistic(
-        lambda tile: tile.contribution_norms,
+        _contribution_norms,
         id="contribution_norm-1",
         formula="mean over queries i of ‖zᵢ W_O‖, for the head's output zᵢ and its part of the "
         "output projection",
@@ -47,7 +52,7 @@ CONTRIBUTED = (
         needs=("outputs", "out_proj"),
     ),
     RowStatistic(
-        lambda tile: tile.contribution_norms / (x := _residual_norms(tile)).where(x > 0, 1.0),
+        lambda tile: _contribution_norms(tile) / (x := _residual_norms(tile)).where(x > 0, 1.0),
         id="relative_contribution-1",
         formula="mean over queries i of ‖zᵢ W_O‖ / ‖xᵢ‖, for the residual xᵢ that the layer's "
         "output is added to",
@@ -59,8 +64,8 @@ CONTRIBUTED = (
         counts=lambda tile: tile.is_counted_query & (_residual_norms(tile) > 0),
         needs=("outputs", "out_proj", "residual"),
     ),
-    RowStatistic(
-        lambda tile: tile.sum_weights_times_key_entries(tile.call.projected_value_norms),
+    EntrySum(
+        lambda tile: (tile.cut_to_tile(tile.call.projected_value_norms),),
         id="value_weighted-1",
         formula="mean over queries i of Σⱼ A[i, j] ‖vⱼ W_O‖",
         unit="of the residual; at least contribution_norm",
@@ -172,8 +177,7 @@ class Copying(_OfSampledRows):
             kinds = _token_kinds_of_sequence(call, sequence, exact)
             z = outputs[:, samples.queries[sequence]].to(exact)
             written = torch.bmm(z, out_proj.to(exact))  # (heads, samples, embed_dim)
-            pairs = zip(samples.weights[sequence], written, strict=True)
-            scores = [_copying_scores(*kinds, weights, each) for weights, each in pairs]
+            scores = _copying_scores(*kinds, samples.weights[sequence], written)
             share, raises = (torch.stack(part) for part in zip(*scores, strict=True))
             counted = samples.counted[sequence] & samples.real[sequence] & raises
             gathered["sum"] += share.masked_fill(~counted, 0.0).sum(1)
@@ -195,12 +199,19 @@ def _token_kinds_of_sequence(
 
 def _copying_scores(
     keys: Tensor, kind: Tensor, directions: Tensor, weights: Tensor, written: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return (samples,) scores of the rows of a head, and True where a row raises a token."""
-    rows = weights[:, keys].double()
-    on_token = rows.new_zeros(len(rows), len(directions)).index_add_(1, kind, rows)
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (samples,) scores of the rows of each head, and True where a row raises a token."""
+    # As many heads at once as make their logits no larger than the directions.
+    step = max(1, written.shape[2] // max(1, written.shape[1]))
+    for some, rows in zip(written.split(step), weights.split(step), strict=True):
+        for logits, row in zip(apply_linear(some, directions, None), rows, strict=True):
+            yield _copying_of_head(row[:, keys].double(), kind, logits.double())
+
+
+def _copying_of_head(rows: Tensor, kind: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    on_token = rows.new_zeros(logits.shape).index_add_(1, kind, rows)
     unseen = on_token <= 0
-    raised = torch.matmul(written, directions.mT).double().masked_fill_(unseen, 0.0)
+    raised = logits.masked_fill_(unseen, 0.0)
     mean = raised.sum(-1) / (~unseen).sum(-1).clamp(min=1)
     raised = raised.sub_(mean[:, None]).clamp_(min=0.0).masked_fill_(unseen, 0.0)
     total = raised.sum(-1)
@@ -267,12 +278,12 @@ class OutputCosine(statistic.TileStatistic):
         rows = outputs.transpose(1, 2)[call.real_queries]
         step = max(1, AT_ONCE // (out_proj.shape[0] * out_proj.shape[2]))
         for z in rows.split(step):
-            written = torch.bmm(z.to(exact).transpose(0, 1), out_proj.to(exact)).transpose(0, 1)
+            written = tiles.multiply(z.to(exact).transpose(0, 1), out_proj.to(exact))
             norm = torch.linalg.vector_norm(written, dim=-1, keepdim=True)
             some = (norm > 0).double().squeeze(-1)
-            written = written / norm.where(norm > 0, 1.0)
-            gathered["sum"] += torch.bmm(written, written.mT).double().sum(0)
-            gathered["count"] += some.mT @ some
+            unit = written.div_(norm.where(norm > 0, 1.0)).transpose(0, 1)
+            gathered["sum"] += torch.bmm(unit, unit.mT).double().sum(0)
+            gathered["count"] += some @ some.mT
         return super().make_summary(gathered, call)
 
 

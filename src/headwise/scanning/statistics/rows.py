@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ WITHOUT_A_REPEAT = (
 )
 
 OfRows = Callable[[WeightTile], Tensor]  # (batches, heads, rows) of a tile
+KeyEntries = Callable[[WeightTile], Sequence[Tensor]]
 
 
 class RowStatistic(RowMean):
@@ -27,7 +28,7 @@ class RowStatistic(RowMean):
 
     def __init__(
         self,
-        of_rows: OfRows,
+        of_rows: Callable[..., Tensor],
         *,
         counts: OfRows | None = None,
         needs: tuple[str, ...] = (),
@@ -46,6 +47,29 @@ class RowStatistic(RowMean):
 
     def counted_rows(self, tile: WeightTile) -> Tensor:
         return tile.is_counted_query if self._counts is None else self._counts(tile)
+
+
+def _only_sum(_: WeightTile, total: Tensor) -> Tensor:
+    return total
+
+
+class EntrySum(RowStatistic):
+    """The mean over queries of the weight on keys, each times its entry.
+
+    With several entries for each key, ``of_rows`` takes the tile and the sum with each.
+    """
+
+    def __init__(
+        self, entries: KeyEntries, *, of_rows: Callable[..., Tensor] = _only_sum, **words: Any
+    ) -> None:
+        super().__init__(of_rows, **words)
+        self._entries = entries
+
+    def key_entries(self, tile: WeightTile) -> Sequence[Tensor]:
+        return self._entries(tile)
+
+    def of_rows(self, tile: WeightTile) -> Tensor:
+        return self._of_rows(tile, *tile.sums_of_key_entries(self))
 
 
 # ---- how widely a head attends ------------------------------------------------------------------
@@ -149,30 +173,30 @@ SPREAD = (
 # ---- where it attends: the first key, a sink, near keys ------------------------------------------
 
 
-def _weight_on_first_token(tile: WeightTile) -> Tensor:
-    if tile.call.dropped:
-        return torch.zeros_like(tile.maximum)
-    column = tile.call.first_real_key[tile.batches] - tile.columns.start
-    inside = (column >= 0) & (column < tile.weights.shape[-1])
-    column = column.clamp(0, tile.weights.shape[-1] - 1)
-    batch = torch.arange(len(column), device=column.device)
-    on_first: Tensor = tile.weights[batch, :, :, column] * inside[:, None, None]
-    return on_first
+def _entry_of_first_token(tile: WeightTile) -> tuple[Tensor]:
+    first = tile.call.first_real_key[tile.batches, None]
+    return (((tile.keys == first) & (tile.call.dropped == 0))[:, None],)
 
 
-def _mean_key_distance(tile: WeightTile) -> Tensor:
+def _entries_of_distance(tile: WeightTile) -> list[Tensor]:
+    """Return the distance to the first query and True before it; the same behind the last one."""
+    first, stop = tile.key_range_of_queries
+    entries = [(first - tile.keys).clamp(min=0), tile.keys < first]
+    if tile.columns.stop > stop:
+        entries += [(tile.keys - (stop - 1)).clamp(min=0), tile.keys >= stop]
+    return entries
+
+
+def _mean_key_distance(tile: WeightTile, *sums: Tensor) -> Tensor:
     # All terms of the sums are at least 0, so nothing cancels at any length.
     first, stop = tile.key_range_of_queries
-    exact, queries = tile.weights.dtype, tile.key_positions_of_queries
-    keys = torch.arange(tile.columns.start, tile.columns.stop, device=tile.weights.device)
-    before, after = (min(max(x - tile.columns.start, 0), len(keys)) for x in (first, stop))
-    near = (queries[:, None].to(exact) - keys[before:after].to(exact)).abs_()
-    total: Tensor = (tile.weights[..., before:after] * near).sum(-1)
+    queries, columns = tile.key_positions_of_queries, tile.columns.stop - tile.columns.start
+    near = slice(*(min(max(x - tile.columns.start, 0), columns) for x in (first, stop)))
+    apart = (queries[:, None] - tile.keys[near]).abs_().to(tile.weights.dtype)
+    total = (tile.weights[..., near] * apart).sum(-1)
     # Keys on one side of all queries: the distance to the edge, plus the distance from there.
-    to_edge = torch.where(keys < first, first - keys, keys - (stop - 1)).clamp(min=0)
-    total += torch.matmul(tile.weights, to_edge.to(exact))
-    for part, edge in ((slice(None, before), first), (slice(after, None), stop - 1)):
-        total += tile.weights[..., part].sum(-1) * (queries - edge).abs()
+    for to_edge, beyond, edge in zip(sums[::2], sums[1::2], (first, stop - 1), strict=False):
+        total += to_edge + beyond * (queries - edge).abs_()
     return total
 
 
@@ -191,8 +215,8 @@ def _share_within_reach_statistic(reach: int) -> RowStatistic:
 
 
 ONE_KEY = (
-    RowStatistic(
-        _weight_on_first_token,
+    EntrySum(
+        _entry_of_first_token,
         id="first_token-1",
         formula="mean over queries i of A[i, 0], key 0 being the first that is no padding",
         excluded=EXCLUDED + "; the first query counts, though a causal mask leaves it no choice",
@@ -228,8 +252,9 @@ PREVIOUS_TOKEN = RowStatistic(
     reach=1,
 )
 NEAR = (
-    RowStatistic(
-        _mean_key_distance,
+    EntrySum(
+        _entries_of_distance,
+        of_rows=_mean_key_distance,
         id="distance-1",
         formula="mean over queries i of Σⱼ A[i, j] · |i − j|; a sink is nowhere and adds nothing",
         unit="tokens, from 0",
@@ -252,8 +277,10 @@ def _weight_after_repeats(tile: WeightTile, after: int) -> Tensor:
     batch, row, key = tile.indices_of_earlier_repeats
     batches, heads, rows, columns = tile.weights.shape
     column = key + after - tile.columns.start
-    inside = (column >= 0) & (column < columns)
-    batch, row, column = batch[inside], row[inside], column[inside]
+    # All of them are before the query, so most tiles hold them all.
+    if tile.columns.start or tile.columns.stop < tile.key_range_of_queries[1]:
+        inside = (column >= 0) & (column < columns)
+        batch, row, column = batch[inside], row[inside], column[inside]
     total = torch.zeros(batches * rows, heads, dtype=torch.float64, device=row.device)
     total.index_add_(0, batch * rows + row, tile.weights[batch, :, row, column].double())
     return total.view(batches, rows, heads).transpose(1, 2)
@@ -293,8 +320,8 @@ REPEATED = (
     ),
 )
 MARKED = (
-    RowStatistic(
-        lambda tile: tile.sum_weights_times_key_entries(require_not_none(tile.call.separators)),
+    EntrySum(
+        lambda tile: (tile.cut_to_tile(require_not_none(tile.call.separators)),),
         id="separator-1",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a separator",
         excluded=EXCLUDED + "; separators count as queries too",
@@ -303,8 +330,8 @@ MARKED = (
         most="puts {} of its weight on separators",
         needs=("separators",),
     ),
-    RowStatistic(
-        lambda tile: tile.sum_weights_times_key_entries(require_not_none(tile.call.specials)),
+    EntrySum(
+        lambda tile: (tile.cut_to_tile(require_not_none(tile.call.specials)),),
         id="special-1",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a special token",
         excluded=EXCLUDED + "; special tokens count as queries too",

@@ -28,12 +28,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from itertools import groupby
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
+from headwise.matrix.kernels import tiles
 from headwise.matrix.kernels.readings import ObservedTile
 from headwise.scanning.call import CapturedCall, require_not_none
 from headwise.support.tracing import without_autocast
@@ -49,13 +51,21 @@ class WeightTile(ObservedTile):
     memory: keep results, not views.
     """
 
-    def __init__(self, observed: ObservedTile, call: CapturedCall, *, reach: int) -> None:
+    def __init__(
+        self,
+        observed: ObservedTile,
+        call: CapturedCall,
+        *,
+        reach: int,
+        summing: Sequence[TileStatistic] = (),
+    ) -> None:
         vars(self).update(vars(observed))
         self.call = call
         self.batches, self.heads = self.place.batches, self.place.heads
         self.rows, self.columns = self.place.rows, self.place.columns
         # One band serves all statistics; its width is that of the largest reach.
         self.reach = self._widest = reach
+        self._summing = summing  # statistics whose entries of keys are summed by one product
         self._samples_copied = False
 
     @cached_property
@@ -63,6 +73,11 @@ class WeightTile(ObservedTile):
         """(batches, heads, rows): True for real queries that may attend to a key."""
         real = self.call.real_queries[self.batches, self.rows]
         return real[:, None] & (self.allowed > 0)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """(columns,): the number of each key of the tile."""
+        return torch.arange(self.columns.start, self.columns.stop, device=self.weights.device)
 
     @cached_property
     def key_positions_of_queries(self) -> Tensor:
@@ -75,16 +90,29 @@ class WeightTile(ObservedTile):
         first = require_not_none(self.call.own_key)
         return first + self.rows.start, first + self.rows.stop
 
-    def sum_weights_times_key_entries(self, chosen: Tensor) -> Tensor:
-        """Return (batches, heads, rows): the weight on keys, each times its entry of ``chosen``.
-
-        ``chosen`` is (batch, keys) or (batch, heads, keys), of numbers or bools.
-        """
-        share = chosen[self.batches] if chosen.dim() == 2 else chosen[self.batches, self.heads]
-        share = share[..., self.columns].to(self.weights.dtype)
+    def cut_to_tile(self, chosen: Tensor) -> Tensor:
+        """Cut (batch, keys) or (batch, heads, keys) to the tile: (batches, 1 or heads, columns)."""
         if chosen.dim() == 2:
-            share = share[:, None].expand(-1, self.weights.shape[1], -1)
-        return torch.matmul(self.weights, share[..., None]).squeeze(-1)
+            return chosen[self.batches, None, self.columns]
+        return chosen[self.batches, self.heads, self.columns]
+
+    def sums_of_key_entries(self, statistic: TileStatistic) -> Tensor:
+        """Return (entries, batches, heads, rows): the weight on keys times each of its entries."""
+        return self._sums_of_statistics[id(statistic)]
+
+    @cached_property
+    def _sums_of_statistics(self) -> dict[int, Tensor]:
+        """The sums of the entries of all statistics, by the id of the statistic."""
+        entries = {id(each): each.key_entries(self) for each in self._summing}
+        batches, heads, _, columns = self.weights.shape
+        every = [entry for those in entries.values() for entry in those]
+        together = self.weights.new_empty(batches, heads, len(every), columns)
+        for nth, entry in enumerate(every):
+            together[:, :, nth] = entry
+        sums = tiles.sum_entries(together.flatten(0, 1), self.weights.flatten(0, 1))
+        sums = sums.view(batches, heads, *sums.shape[1:]).permute(2, 0, 1, 3)
+        parts = sums.split([len(those) for those in entries.values()])
+        return dict(zip(entries, parts, strict=True))
 
     def diagonal(self, offset: int) -> Tensor:
         """Return (batches, heads, rows): the weight on the key ``offset`` after the query's."""
@@ -132,16 +160,8 @@ class WeightTile(ObservedTile):
     @cached_property
     def indices_of_earlier_repeats(self) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, row, key) of the earlier keys with the token of the row's query in the tile."""
-        keys = self.key_positions_of_queries
+        keys = slice(*self.key_range_of_queries)
         return self.call.repeated_tokens.earlier_repeat_pairs(self.batches, keys)
-
-    @cached_property
-    def contribution_norms(self) -> Tensor:
-        """(batches, heads, rows): the norm of each head's contribution."""
-        factors = self.call.norm_preserving_out_proj_factors.to(self.weights.dtype)[self.heads]
-        z = require_not_none(self.call.outputs)[self.batches, self.heads, self.rows]
-        norms: Tensor = torch.linalg.vector_norm(z.to(factors.dtype) @ factors, dim=-1)
-        return norms
 
     def copy_sampled_rows_to_call(self) -> None:
         """Copy the tile's sampled rows to the samples of the call, once."""
@@ -393,12 +413,29 @@ class TileStatistic(Statistic):
     def update(self, gathered: Any, tile: WeightTile) -> None:
         """Add one tile to the accumulators; by default do nothing."""
 
+    def key_entries(self, tile: WeightTile) -> Sequence[Tensor]:  # noqa: ARG002
+        """Return numbers of the tile's keys, which ``tile.sums_of_key_entries(self)`` sums.
+
+        Each is (columns,) or (batches, 1 or heads, columns); by default there are none. All
+        statistics of a pass share one product with the weights.
+        """
+        return ()
+
     def make_summary(self, gathered: Any, call: CapturedCall) -> Summary:  # noqa: ARG002
         """Return the summary of the call, by default the accumulators.
 
         No tensor of a summary may grow with the number of tokens.
         """
         return {name: value.cpu() for name, value in gathered.items()}
+
+
+class RowsOfTile(NamedTuple):
+    """Rows of one tile, for a mean over queries."""
+
+    batches: slice
+    heads: slice
+    values: Tensor  # (batches, heads, rows) in float64
+    counted: Tensor  # True for rows that count
 
 
 class RowMean(TileStatistic, ABC):
@@ -417,23 +454,26 @@ class RowMean(TileStatistic, ABC):
         """
         return tile.is_counted_query
 
-    def start(self, call: CapturedCall) -> tuple[Tensor, Tensor]:
-        """Return tensors for the value of each row, and for the rows that count."""
-        zeros, shape = call.matrix.q.new_zeros, call.matrix.shape[:3]
-        return zeros(shape, dtype=torch.float64), zeros(shape, dtype=torch.bool)
+    def start(self, call: CapturedCall) -> list[RowsOfTile]:  # noqa: ARG002
+        """Return a list for the rows of each tile."""
+        return []
 
-    def update(self, gathered: tuple[Tensor, Tensor], tile: WeightTile) -> None:
-        """Store the values of the tile's rows."""
-        values, counted = gathered
-        at = tile.batches, tile.heads, tile.rows
-        values[at] = self.of_rows(tile).to(values.dtype)
-        counted[at] = self.counted_rows(tile)
+    def update(self, gathered: list[RowsOfTile], tile: WeightTile) -> None:
+        """Keep the values of the tile's rows; they may be a view of its memory."""
+        values = self.of_rows(tile).expand_as(tile.maximum).to(torch.float64, copy=True)
+        gathered.append(RowsOfTile(tile.batches, tile.heads, values, self.counted_rows(tile)))
 
-    def make_summary(self, gathered: tuple[Tensor, Tensor], call: CapturedCall) -> Summary:  # noqa: ARG002
+    def make_summary(self, gathered: list[RowsOfTile], call: CapturedCall) -> Summary:
         """Return the sum and the number of rows of each head."""
-        values, counted = gathered
-        values = values.masked_fill_(~counted, 0.0)
-        return {"sum": values.sum((0, 2)).cpu(), "count": counted.sum((0, 2)).double().cpu()}
+        zeros = call.matrix.q.new_zeros
+        sums = {name: zeros(call.matrix.shape[1], dtype=torch.float64) for name in MEAN}
+        for (_, heads), group in groupby(gathered, lambda rows: rows[:2]):  # rows come together
+            of_tiles = list(group)
+            values = torch.cat([rows.values for rows in of_tiles], -1)
+            counted = torch.cat([rows.counted.expand_as(rows.values) for rows in of_tiles], -1)
+            sums["sum"][heads] += values.masked_fill_(~counted, 0.0).sum((0, 2))
+            sums["count"][heads] += counted.sum((0, 2))
+        return super().make_summary(sums, call)
 
 
 # ---- all statistics in one pass -----------------------------------------------------------------
@@ -466,12 +506,14 @@ def read_tiles(
     with without_autocast(call.matrix.q):
         gathered = [(each, each.start(call)) for each in statistics]
         reading = [pair for pair in gathered if type(pair[0]).update is not TileStatistic.update]
-        tiles = call.matrix.tiles(
+        observed_tiles = call.matrix.tiles(
             with_scores=any(each.reads_scores for each, _ in reading),
             with_lowest=any(each.reads_lowest for each, _ in reading),
         )
-        for observed in tiles if reading else ():
-            tile = WeightTile(observed, call, reach=max(each.reach for each, _ in reading))
+        reach = max((each.reach for each, _ in reading), default=0)
+        summing = [x for x, _ in reading if type(x).key_entries is not TileStatistic.key_entries]
+        for observed in observed_tiles if reading else ():
+            tile = WeightTile(observed, call, reach=reach, summing=summing)
             for each, sums in reading:
                 tile.reach = each.reach
                 each.update(sums, tile)
