@@ -31,6 +31,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(f"{missing.name} is missing: pip install -e '.[bench]'") from missing
 
 STARTS = 7  # rounds
+OF_DROP_IN = 1.05  # the native layer's time over that of the drop-in
 IMPORT_LIMIT, HELP_LIMIT = 1.10, 0.3  # of the time of `import torch`; seconds
 
 
@@ -109,7 +110,7 @@ def _marked(value: float, limit: float | None) -> str:
 
 
 def _summary(groups: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
-    """Return the median over the six shapes of each group."""
+    """Return the medians over the six shapes, and the native layer beside the drop-in."""
     lines = []
     for group in dict.fromkeys(group for group, _ in groups):
         ratios = [median(r["ratio"] for r in groups[key]) for key in groups if key[0] == group]
@@ -119,6 +120,14 @@ def _summary(groups: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
             lines.append(
                 f"median over shapes, {group}: {_marked(median(ratios), limit)}{limit_text}"
             )
+    for task in ("inference", "training"):
+        native, drop_in = (
+            [median(r["ours_ms"] for r in groups[group, str(shape)]) for shape in SHAPES]
+            for group in (f"native, {task}", f"drop-in, {task}, batch first")
+        )
+        ratios = [ours / peer for ours, peer in zip(native, drop_in, strict=True)]
+        text = f"{min(ratios):.2f} to {_marked(max(ratios), OF_DROP_IN)}"
+        lines.append(f"native / drop-in over shapes, {task}: {text} (at most {OF_DROP_IN})")
     return "\n".join(lines)
 
 

@@ -50,7 +50,7 @@ def product_beyond_its_output() -> float:
 
 def _warm_up(q: Tensor, k: Tensor, v: Tensor) -> None:
     """What the first call of a process loads is no cost of the reading."""
-    q, k, v = (x[:, :, :64] for x in (q, k, v))
+    q, k, v = (x[:, :, :512] for x in (q, k, v))
     AttentionMatrix(q, k).statistics()
     _ = AttentionMatrix(q, k) @ v
 
@@ -59,7 +59,7 @@ def sweep_beyond_the_fused_forward() -> float:
     """MB that ten statistics of a causal (1, 12, 8192, 64) matrix take beyond a fused forward."""
     observation, fused = scan.make_call(torch.float32)
     statistics = catalogue.find_standard_statistics(scan.TEN)
-    small = AttentionMatrix(*(torch.randn(1, 12, 64, 64) for _ in range(2)), mask=Mask.causal())
+    small = AttentionMatrix(*(torch.randn(1, 12, 512, 64) for _ in range(2)), mask=Mask.causal())
     compute_summaries(CapturedCall.for_self_attention(small), statistics)
     fused()
     before = peak_mb()

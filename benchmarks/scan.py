@@ -89,8 +89,8 @@ def _top_keys_case() -> Case:
 
 
 MAKERS = (
-    partial(_case, TEN, torch.float32, 2.5),
-    partial(_case, TEN, torch.bfloat16, 3.0),
-    partial(_case, None, torch.float32, 5.0),
+    partial(_case, TEN, torch.float32, 1.5),
+    partial(_case, TEN, torch.bfloat16, 1.5),
+    partial(_case, None, torch.float32, 2.2),
     _top_keys_case,
 )

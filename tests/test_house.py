@@ -42,7 +42,7 @@ MOST_LINES_OF_A_ROOM = {
     "layers": 5_060,
     "layouts": 5_430,
     "masks": 2_400,
-    "matrix": 2_470,
+    "matrix": 2_480,
     "models": 700,
     "reports": 3_170,
     "scanning": 9_780,

@@ -112,6 +112,7 @@ def yield_observed_tiles(
     """Yield every tile with an allowed key, in one pass over the matrix."""
     scratch, second, third = Scratch(problem), Scratch(problem), Scratch(problem)
     keys, mask = tiles.KeysByColumn(problem), _mask_if_bias_hides_nothing(problem)
+    count_allowed = _AllowedKeys(mask)
     for tile in tiles.plan_tiles(problem):
         if tile.columns.start == tile.columns.stop:
             continue
@@ -120,7 +121,7 @@ def yield_observed_tiles(
             s, _, _ = tiles.tile_scores(problem, tile, keys, scratch)
             scores = third.view(*s.shape).copy_(s) if with_scores else None
             lowest = _lowest_visible_score_per_row(mask, tile, s, second) if with_lowest else None
-            allowed, peak = _count_allowed_keys(mask, tile, s), s.amax(-1)
+            allowed, peak = count_allowed(tile, s), s.amax(-1)
             sink = None if problem.sink is None else problem.sink[tile.heads]
             shift = tiled.softmax_shift(peak, sink)
             e, total, entropy = tiled.compute_exponentials(problem, tile, s, shift, second, True)
@@ -192,10 +193,21 @@ def _lowest_visible_score_per_row(
     return lowest
 
 
-def _count_allowed_keys(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
-    """Count the keys that each query may attend to, (batches, heads, rows)."""
-    rows = torch.arange(tile.rows.start, tile.rows.stop, device=s.device)
-    interval = None if mask is None else mask.key_interval_per_query(rows, tile.batches)
-    if interval is None:
-        return (s > -torch.inf).sum(-1)
-    return (interval[1] - interval[0])[:, None].expand(s.shape[:3])
+class _AllowedKeys:
+    """Numbers of the keys that each query may attend to; tiles of other heads have the same."""
+
+    def __init__(self, mask: BoundMask | None) -> None:
+        self._mask = mask
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, tile: Tile, s: Tensor) -> Tensor:
+        """Count the keys of each query of the tile, (batches, heads, rows)."""
+        at = (tile.batches.start, tile.batches.stop, tile.rows.start, tile.rows.stop)
+        if (counts := self._known.get(at)) is None:
+            rows = torch.arange(*at[2:], device=s.device)
+            mask = self._mask
+            interval = None if mask is None else mask.key_interval_per_query(rows, tile.batches)
+            if interval is None:
+                return (s > -torch.inf).sum(-1)
+            counts = self._known[at] = (interval[1] - interval[0])[:, None]
+        return counts.expand(s.shape[:3])

@@ -65,13 +65,16 @@ class KeptRows:
         self.queries[tile.heads] += tile.is_counted_query.sum((0, 2))
         for sequence in range(tile.batches.start, tile.batches.stop):
             first = bisect_left(self.places, (sequence, tile.rows.start))
-            for nth in range(first, bisect_left(self.places, (sequence, tile.rows.stop))):
-                query = self.places[nth][1]
-                at = sequence - tile.batches.start, slice(None), query - tile.rows.start
-                self.parts[nth].append((tile.heads, tile.columns, tile.weights[at].clone()))
-                self.counted[nth, tile.heads] = tile.is_counted_query[at]
-                if tile.sink is not None:
-                    self.sink[nth, tile.heads] = tile.sink[at]
+            stop = bisect_left(self.places, (sequence, tile.rows.stop))
+            rows = [query - tile.rows.start for _, query in self.places[first:stop]]
+            if not rows:
+                continue
+            here, place = slice(first, stop), sequence - tile.batches.start
+            self.counted[here, tile.heads] = tile.is_counted_query[place][:, rows].T
+            if tile.sink is not None:
+                self.sink[here, tile.heads] = tile.sink[place][:, rows].T
+            for parts, row in zip(self.parts[here], rows, strict=True):
+                parts.append((tile.heads, tile.columns, tile.weights[place, :, row].clone()))
 
     def halve(self, halvings: int) -> None:
         """Drop every second row until the rows were halved so many times."""
