@@ -45,7 +45,7 @@ MOST_LINES_OF_A_ROOM = {
     "matrix": 2_480,
     "models": 700,
     "reports": 3_170,
-    "scanning": 9_780,
+    "scanning": 9_790,
     "sharding": 2_800,
     "study": 4_950,
     "support": 1_250,

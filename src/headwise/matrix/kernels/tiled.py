@@ -258,7 +258,7 @@ class Gradients:
         if upstream.out is not None and v is not None:
             values = cut_tile(v, tile, tile.columns, tile.kv_heads, exact)
             dout = tiles.cut_tile_by_kv_head(upstream.out, tile, group, exact)
-            torch.bmm(dout, values.mT, out=dp.view(len(dout), group * rows, columns))
+            tiles.multiply(dout, values.mT, dp.view(len(dout), group * rows, columns))
         else:
             dp.zero_()
         if upstream.transposed is not None and y is not None:

@@ -143,10 +143,9 @@ class KeysByColumn:
         return self._columns[:, :, tile.columns]
 
 
-def multiply(a: Tensor, b: Tensor, scratch: Scratch | None = None) -> Tensor:
-    """Return ``a @ b`` for each lane, (lanes, rows, columns), perhaps in scratch memory."""
+def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``a @ b`` for each lane, (lanes, rows, columns), perhaps in the memory of ``out``."""
     (lanes, rows, width), columns = a.shape, b.shape[2]
-    out = None if scratch is None else scratch.view(lanes, rows, columns)
     if not (rows >= FEWEST_ROWS and rows * width * columns >= PRODUCT_PAYS_FROM and _is_fast(a, b)):
         return torch.bmm(a, b, out=out)
     out = a.new_empty(lanes, rows, columns) if out is None else out
@@ -216,8 +215,8 @@ def tile_scores(
     """
     batches, kv_heads, group, rows, columns = tile.axis_sizes(problem.group)
     q = cut_tile_by_kv_head(problem.q, tile, group, problem.accumulation_dtype) * problem.scale
-    out = multiply(q, keys.cut(tile), scratch)
-    s = out.view(batches, kv_heads * group, rows, columns)
+    s = scratch.view(batches, kv_heads * group, rows, columns)
+    multiply(q, keys.cut(tile), s.view(len(q), group * rows, columns))
     derivative = None
     if problem.softcap is not None:
         s.div_(problem.softcap).tanh_()

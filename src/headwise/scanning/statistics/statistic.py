@@ -28,8 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -429,13 +428,39 @@ class TileStatistic(Statistic):
         return {name: value.cpu() for name, value in gathered.items()}
 
 
-class RowsOfTile(NamedTuple):
-    """Rows of one tile, for a mean over queries."""
+class RowSums:
+    """Sums and numbers of the rows of each head, (heads,) in float64."""
 
-    batches: slice
-    heads: slice
-    values: Tensor  # (batches, heads, rows) in float64
-    counted: Tensor  # True for rows that count
+    def __init__(self, call: CapturedCall) -> None:
+        zeros, heads = call.matrix.q.new_zeros, call.matrix.shape[1]
+        self._sums = {name: zeros(heads, dtype=torch.float64) for name in MEAN}
+        # Tiles of the same heads come together, and are added together.
+        self._place = (slice(0, 0), slice(0, 0))
+        self._values: list[Tensor] = []
+        self._counted: list[Tensor] = []
+
+    def add(self, tile: WeightTile, values: Tensor, counted: Tensor) -> None:
+        """Add the rows of a tile, (batches, heads, rows), where ``counted`` is True."""
+        if (tile.batches, tile.heads) != self._place:
+            self._close()
+            self._place = tile.batches, tile.heads
+        # The values may be a view of the tile's memory.
+        self._values.append(values.expand_as(tile.maximum).to(torch.float64, copy=True))
+        self._counted.append(counted.expand_as(tile.maximum))
+
+    def _close(self) -> None:
+        if self._values:
+            values, counted = torch.cat(self._values, -1), torch.cat(self._counted, -1)
+            heads = self._place[1]
+            self._sums["sum"][heads] += values.masked_fill_(~counted, 0.0).sum((0, 2))
+            self._sums["count"][heads] += counted.sum((0, 2))
+            self._values.clear()
+            self._counted.clear()
+
+    def total(self) -> Summary:
+        """Return the sums of all tiles."""
+        self._close()
+        return self._sums
 
 
 class RowMean(TileStatistic, ABC):
@@ -454,26 +479,17 @@ class RowMean(TileStatistic, ABC):
         """
         return tile.is_counted_query
 
-    def start(self, call: CapturedCall) -> list[RowsOfTile]:  # noqa: ARG002
-        """Return a list for the rows of each tile."""
-        return []
+    def start(self, call: CapturedCall) -> RowSums:
+        """Return the sums of the rows of each head, of no tile yet."""
+        return RowSums(call)
 
-    def update(self, gathered: list[RowsOfTile], tile: WeightTile) -> None:
-        """Keep the values of the tile's rows; they may be a view of its memory."""
-        values = self.of_rows(tile).expand_as(tile.maximum).to(torch.float64, copy=True)
-        gathered.append(RowsOfTile(tile.batches, tile.heads, values, self.counted_rows(tile)))
+    def update(self, gathered: RowSums, tile: WeightTile) -> None:
+        """Add the values of the tile's rows."""
+        gathered.add(tile, self.of_rows(tile), self.counted_rows(tile))
 
-    def make_summary(self, gathered: list[RowsOfTile], call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: RowSums, call: CapturedCall) -> Summary:
         """Return the sum and the number of rows of each head."""
-        zeros = call.matrix.q.new_zeros
-        sums = {name: zeros(call.matrix.shape[1], dtype=torch.float64) for name in MEAN}
-        for (_, heads), group in groupby(gathered, lambda rows: rows[:2]):  # rows come together
-            of_tiles = list(group)
-            values = torch.cat([rows.values for rows in of_tiles], -1)
-            counted = torch.cat([rows.counted.expand_as(rows.values) for rows in of_tiles], -1)
-            sums["sum"][heads] += values.masked_fill_(~counted, 0.0).sum((0, 2))
-            sums["count"][heads] += counted.sum((0, 2))
-        return super().make_summary(sums, call)
+        return super().make_summary(gathered.total(), call)
 
 
 # ---- all statistics in one pass -----------------------------------------------------------------
