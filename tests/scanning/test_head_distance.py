@@ -284,7 +284,7 @@ def test_the_count_of_differences_is_that_of_the_work(monkeypatch: pytest.Monkey
         counted.append(similarity.count_differences(layers))
 
     monkeypatch.setattr(similarity, "_limit_work", note)
-    monkeypatch.setattr(similarity, "AT_ONCE", 3 * 5 * 1031)  # one row at once
+    monkeypatch.setattr(similarity, "AT_ONCE", 5 * 1031)  # one row at once
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 8 * 1030)
     replace(LONG, is_causal=False).scan()
     assert sum(done) == counted[0] == (3 * 3 + 2 * 5) * 256 * 1030

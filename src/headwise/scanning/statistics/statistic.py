@@ -1,6 +1,7 @@
 """Base classes of head statistics, whose summaries can be merged and saved.
 
     start           allocate accumulators for one call
+    key_entries     return numbers of a tile's keys; one product sums them for all statistics
     update          add one tile of the weights
     make_summary    return the summary of the call: named tensors
     merge           combine several summaries
