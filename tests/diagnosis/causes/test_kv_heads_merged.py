@@ -61,7 +61,8 @@ def test_the_mean_of_neighbours_in_each_family(family: str) -> None:
     expect(merged(model, count), model, inputs_of(model), {"kv heads": groups})
 
 
-@pytest.mark.parametrize("family", others_extra(["bert", "vit"]))
+@pytest.mark.extra
+@pytest.mark.parametrize("family", ["bert", "vit"])
 def test_the_mean_of_heads_in_another_order(family: str) -> None:
     model, order = FAMILIES[family](), (0, 3, 5, 1, 4, 2)
     parameters = {"kv heads": "0+3+5, 1+2+4", "heads in the order": order}

@@ -143,9 +143,7 @@ def test_a_shared_key_of_which_a_part_is_read_is_named(shows: str, scale: float 
 
 @pytest.mark.parametrize(
     "name",
-    others_extra(
-        ["wa", "wc", "wr", "wk", "wv", "wq", "wo", "c_norm", "a_norm"], "wv", quick=["wr"]
-    ),
+    others_extra(["wa", "wc", "wr", "wk", "wv", "wq", "wo", "c_norm", "a_norm"], quick=["wr"]),
 )
 def test_weights_of_another_layer_are_of_their_stage(name: str) -> None:
     from headwise.layers.conversion import layer_state_dict_from_canonical, state_per_head
