@@ -277,7 +277,7 @@ def _weight_after_repeats(tile: WeightTile, after: int) -> Tensor:
     batch, row, key = tile.indices_of_earlier_repeats
     batches, heads, rows, columns = tile.weights.shape
     column = key + after - tile.columns.start
-    # All of them are before the query, so most tiles hold them all.
+    # None is behind its query, so most tiles hold them all.
     if tile.columns.start or tile.columns.stop < tile.key_range_of_queries[1]:
         inside = (column >= 0) & (column < columns)
         batch, row, column = batch[inside], row[inside], column[inside]

@@ -28,7 +28,7 @@ SHARE = 0.1  # of the work of a scan
 # 16,384 tokens, with heads of width 64: 4.8 ns with the standard set, and 0.25 ns. The products of
 # the model come on top, and are not counted.
 DIFFERENCES = 18
-AT_ONCE = 2**20  # differences, or weights, in memory
+AT_ONCE = 2**20  # differences, weights or distances in memory
 Reads = Hashable  # layers that read the same are compared
 Part = tuple[slice, slice, Tensor]  # heads, columns, and the weights (heads, columns)
 
@@ -246,7 +246,8 @@ def _compare_heads(layers: Sequence[KeptRows]) -> tuple[Tensor, Tensor]:
     counted = torch.cat([layer.counted.to(first.device) for layer in layers], 1)
     counts = counted.double().T @ counted.double()
     sums, keys = torch.zeros_like(counts), max(layer.keys for layer in layers)
-    step = AT_ONCE // (ends[-1] * (1 + keys))
+    # Neither the weights of some rows nor their distances are more.
+    step = AT_ONCE // (ends[-1] * max(1 + keys, *(layer.heads for layer in layers)))
     start, places = 0, layers[0].places
     while start < len(places):  # some rows of one sequence
         stop = min(start + max(1, step), bisect_left(places, (places[start][0] + 1, 0)))
